@@ -1,0 +1,60 @@
+"""What a checkpoint is made of: named tensors with a shape and a rule for their first values."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Init(Enum):
+    """How a random tensor gets its values. `scale` of the spec means what the comment says."""
+
+    NORMAL = "normal"  # standard deviation
+    CONSTANT = "constant"  # the value
+    LOG_DECAY = "log_decay"  # log of a decay rate, log-uniform in [scale / 30, scale]
+    STEP_BIAS = "step_bias"  # inverse softplus of a step, log-uniform in [scale / 30, scale]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor as it lies in `model.safetensors`. `[out, in]` for projections."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init = Init.NORMAL
+    scale: float = 0.02
+    zero_rows_from: int | None = None  # rows from here on are zero (tokens never to be generated)
+
+
+def normal(name: str, *shape: int, std: float = 0.02) -> TensorSpec:
+    return TensorSpec(name, shape, Init.NORMAL, std)
+
+
+def constant(name: str, *shape: int, value: float) -> TensorSpec:
+    return TensorSpec(name, shape, Init.CONSTANT, value)
+
+
+def materialise(spec: TensorSpec, seed: int) -> torch.Tensor:
+    """Float32 values of a spec. They depend on the spec and the seed alone, not on the order of calls."""
+    import torch
+
+    digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    if spec.init is Init.CONSTANT:
+        return torch.full(spec.shape, spec.scale)
+    if spec.init is Init.NORMAL:
+        values = torch.randn(spec.shape, generator=generator) * spec.scale
+        if spec.zero_rows_from is not None:
+            values[spec.zero_rows_from :] = 0.0
+        return values
+    exponent = torch.rand(spec.shape, generator=generator)
+    rate = spec.scale * torch.exp((exponent - 1.0) * math.log(30.0))
+    if spec.init is Init.LOG_DECAY:
+        return rate.log()
+    return rate + torch.log(-torch.expm1(-rate))

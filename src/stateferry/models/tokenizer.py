@@ -1,0 +1,54 @@
+"""Tokenizer folders for the tiny models, made here so that no download is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+BYTE_VOCAB_SIZE = 258
+BYTE_EOS_ID = 256
+BYTE_PAD_ID = 257
+_EOS = "<|end|>"
+_PAD = "<|pad|>"
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """One token per byte (ids 0 to 255), then an end token and a padding token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(_EOS, special=True), AddedToken(_PAD, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_tokenizer_config(folder)
+
+
+def _write_tokenizer_config(folder: Path) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _EOS,
+        "pad_token": _PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 32768,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _byte_symbols() -> list[str]:
+    """The printable character that byte-level tokenizers use for each byte, in byte order.
+
+    Printable Latin-1 bytes stand for themselves; the others take the code points from 256 upwards.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols = []
+    spare = 256
+    for byte in range(256):
+        if byte in printable:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(spare))
+            spare += 1
+    return symbols
