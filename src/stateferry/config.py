@@ -1,0 +1,85 @@
+"""Every setting of the connector: name, unit, default, bounds. Parsed once, when an engine starts.
+
+Settings come from `kv_connector_extra_config` in vLLM's `--kv-transfer-config`.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from stateferry.errors import ConfigError
+
+
+class Verify(enum.Enum):
+    """Which arriving bytes are compared with a digest made by the producer."""
+
+    OFF = "off"
+    STATE = "state"
+    ALL = "all"
+
+
+class TransportName(enum.Enum):
+    """The transports that can be asked for by name."""
+
+    AUTO = "auto"
+    CMA = "cma"
+    NIXL = "nixl"
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine's settings. `docs/configuration.md` is this class as a table."""
+
+    transport: TransportName = TransportName.AUTO
+    """What moves bytes. `auto`: `cma` for CPU caches, `nixl` for CUDA."""
+    host: str = ""
+    """Address that peers dial. Empty: vLLM's own guess of this machine's address."""
+    bind_host: str = ""
+    """Address that control sockets bind. Empty: the same as `host`."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """First control port; rank r of this engine listens on `port + r`. 0: the system picks."""
+    lease_s: Seconds = 15.0
+    """How long a producer keeps a finished request's blocks without hearing from a consumer.
+    Renewed every third of it."""
+    handshake_timeout_s: Seconds = 10.0
+    """A hand-shake that takes longer fails the requests that wait for it."""
+    transfer_timeout_s: Seconds = 60.0
+    """From vLLM's load order to the last byte; past it the request fails."""
+    retry_interval_s: Seconds = 1.0
+    """First pause before a peer that could not be reached is tried again; doubles up to 30 s."""
+    verify: Verify = Verify.OFF
+    """Compare digests of what arrived: nothing, recurrent state, or everything."""
+    nixl_backends: tuple[str, ...] = ("UCX",)
+    """NIXL's back ends, in the order in which they are made."""
+    testing: bool = False
+    """Let `kv_transfer_params` damage a hand-off on purpose and fill destination blocks with a
+    pattern before reading (accuracy gate). Never in production."""
+
+
+def parse_config(extra: Mapping[str, Any]) -> Config:
+    """Turn vLLM's dictionary into a Config. Numbers may be strings, as some launchers pass them.
+
+    Raises ConfigError that names the key, what was found and what is allowed.
+    """
+    known = {f.name for f in msgspec.structs.fields(Config)}
+    unknown = sorted(set(extra) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown key {unknown[0]!r} in kv_connector_extra_config; known keys: "
+            f"{', '.join(sorted(known))}"
+        )
+    try:
+        return msgspec.convert(dict(extra), Config, strict=False)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"kv_connector_extra_config: {_explain(str(e), extra)}") from e
+
+
+def _explain(text: str, extra: Mapping[str, Any]) -> str:
+    """msgspec says "… - at `$.lease_s`"; add the value that was found there."""
+    _, _, path = text.partition("at `$.")
+    key = path.rstrip("`").split("[")[0].split(".")[0]
+    return f"key {key!r} = {extra.get(key)!r}: {text}" if key in extra else text

@@ -1,0 +1,146 @@
+"""What every transport does. One file beside this one per library; one conformance suite for all.
+
+A transport is used by one thread, the ferry thread, from construction to `close`. It owns no
+memory: the caller registers memory that outlives the transport. Exceptions are for the control path
+(`register`, `connect`, `post_read`'s bad arguments); a posted transfer reports by `state`.
+"""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from stateferry.layout.spec import Pieces
+
+
+class TransferState(enum.Enum):
+    """Where a posted batch stands."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class MemoryKind(enum.Enum):
+    """Where a region lies."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """A stretch of this process's memory. The caller keeps it alive until the transport is closed."""
+
+    address: int
+    size_bytes: int
+    kind: MemoryKind = MemoryKind.CPU
+    device_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do."""
+
+    memory_kinds: frozenset[MemoryKind]
+    read: bool = True
+    write: bool = False
+    cancel: bool = False
+    """A pending transfer can be stopped so that it is quiet at once."""
+    self_progressing: bool = True
+    """False: bytes move inside `poll`, a bounded slice a call (cross-memory attach)."""
+    same_host_only: bool = False
+    max_piece_bytes: int = 1 << 62
+    """Larger pieces are cut by the transport itself."""
+
+
+class Transfer(ABC):
+    """One posted batch of reads. Keep it referenced until `quiet`: libraries hold raw pointers to it.
+
+    The local memory of its pieces belongs to the transfer until then.
+    """
+
+    error: str = ""
+    """Why it failed; empty otherwise."""
+
+    @property
+    @abstractmethod
+    def bytes_done(self) -> int:
+        """Bytes known to have arrived; equal to the batch's total exactly when DONE."""
+
+    @abstractmethod
+    def poll(self) -> TransferState:
+        """Look, without waiting. May move a bounded slice where the library has no progress of its
+        own (see `Capabilities.self_progressing`). Terminal states stay. Never raises."""
+
+    @property
+    @abstractmethod
+    def quiet(self) -> bool:
+        """No byte can land any more. DONE is quiet; FAILED is not always."""
+
+    def cancel(self) -> None:  # noqa: B027 - most libraries cannot
+        """Ask for an early end, where the library can; otherwise nothing. `poll` tells the result."""
+
+
+class Peer(ABC):
+    """A connection to one remote rank's registered memory, for one life (epoch) of it."""
+
+    @abstractmethod
+    def post_read(self, pieces: Pieces) -> Transfer:
+        """Start reading all `pieces` from the peer's regions into ours; returns without waiting for
+        the network. An empty batch is DONE at once. Errors known at once (offset outside a region:
+        ValueError is a bug of the caller's; a dead peer) give a FAILED transfer, except ValueError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget the peer. Idempotent. No transfer may be pending."""
+
+
+class Transport(ABC):
+    """Moves bytes between registered memory of two processes."""
+
+    name: str
+    capabilities: Capabilities
+
+    @abstractmethod
+    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
+        """Register our memory, once. Returns what a peer needs for `connect`: opaque, under 1 MiB.
+
+        Raises TransportError when the library refuses.
+        """
+
+    @abstractmethod
+    def connect(self, registration: bytes, timeout_s: float) -> Peer:
+        """Make the peer's regions readable. May block up to `timeout_s`.
+
+        Raises ProtocolError for a registration that cannot be parsed, TransportUnavailable with a
+        reason and a cure when the peer cannot be reached by this means (another host, no
+        permission), TransportTimeout past the deadline.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Deregister everything. Idempotent. No transfer may be pending."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """Settings that some transports read. Others ignore them."""
+
+    nixl_backends: tuple[str, ...] = ("UCX",)
+    nixl_threads: int = 0
+    extra: dict[str, str] = field(default_factory=dict)
