@@ -26,5 +26,8 @@ def new_transfer_id() -> TransferId:
 
 
 def new_epoch() -> Epoch:
-    """Make the epoch of a worker that starts now. 62 random bits, so it fits a signed integer."""
-    return Epoch(uuid.uuid4().int >> 66)
+    """Make the epoch of a worker that starts now.
+
+    52 random bits and never 0, so that a router written in JavaScript carries it unharmed.
+    """
+    return Epoch((uuid.uuid4().int >> 76) | 1)
