@@ -88,12 +88,15 @@ class Renewal(_Message, tag="renewal", frozen=True, kw_only=True):
     """Keep these hand-offs' blocks for another lease."""
 
     epoch: Epoch
+    sequence: int
+    """Comes back in the answer, so that a late answer is not taken for a newer renewal's."""
     transfer_ids: TransferIds
 
 
 class RenewalAnswer(_Message, tag="renewal_answer", frozen=True, kw_only=True):
     """Which of them are still held. What is in neither list was never heard of and counts as lost."""
 
+    sequence: int
     held: TransferIds
     lost: TransferIds
     lease_s: float
@@ -123,6 +126,9 @@ class Release(_Message, tag="release", frozen=True, kw_only=True):
 
     epoch: Epoch
     transfer_id: TransferId
+    claimant: Text
+    tp_rank: int
+    tp_size: int
     received: bool
 
 

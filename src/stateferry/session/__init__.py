@@ -1,0 +1,41 @@
+"""One hand-off on each side, as state machines without I/O."""
+
+from stateferry.session.clock import Clock, SystemClock, VirtualClock
+from stateferry.session.consumer import Handoff, ReadStatus, claimant_name, producer_ranks
+from stateferry.session.lease import RENEWALS_PER_LEASE, Lease
+from stateferry.session.orders import (
+    Close,
+    Grant,
+    GroupLoad,
+    Load,
+    Open,
+    Orders,
+    Outcome,
+    Report,
+    Results,
+)
+from stateferry.session.producer import Holding, Ledger, releases_expected
+
+__all__ = [
+    "RENEWALS_PER_LEASE",
+    "Clock",
+    "Close",
+    "Grant",
+    "GroupLoad",
+    "Handoff",
+    "Holding",
+    "Lease",
+    "Ledger",
+    "Load",
+    "Open",
+    "Orders",
+    "Outcome",
+    "ReadStatus",
+    "Report",
+    "Results",
+    "SystemClock",
+    "VirtualClock",
+    "claimant_name",
+    "producer_ranks",
+    "releases_expected",
+]

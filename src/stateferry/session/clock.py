@@ -1,0 +1,35 @@
+"""Where time comes from. Nothing else in this package reads a clock, so tests run on their own time."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed point of this process."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now_s(self) -> float:
+        """Seconds; never goes back."""
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that tests move by hand."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        """The time that was set."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward."""
+        self._now_s += seconds

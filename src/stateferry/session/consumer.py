@@ -1,0 +1,124 @@
+"""The consumer's side of one hand-off on one rank, as a state machine without I/O.
+
+    opened --load--> loading --posted--> reading --all bytes, claims, digests--> RECEIVED
+       |               |                    |
+       +-- close ------+--- any failure ----+--- wait until nothing can land ---> FAILED | ABANDONED
+
+The owner (the ferry) tells it what happened and asks `settle` what follows. A hand-off that was given
+blocks ends only when no byte can land in them any more, whatever else went wrong.
+"""
+
+from dataclasses import dataclass, field
+
+from stateferry.ids import EngineId, RequestId
+from stateferry.session.lease import Lease
+from stateferry.session.orders import Load, Outcome
+from stateferry.wire.messages import ClaimAnswer
+from stateferry.wire.params import Offer
+
+
+def producer_ranks(tp_rank: int, tp_size: int, producer_tp_size: int) -> tuple[int, ...]:
+    """The producer ranks that consumer rank `tp_rank` of `tp_size` claims, reads and releases.
+
+    Raises ValueError where neither size divides the other.
+    """
+    if tp_size % producer_tp_size == 0:
+        return (tp_rank // (tp_size // producer_tp_size),)
+    if producer_tp_size % tp_size == 0:
+        share = producer_tp_size // tp_size
+        return tuple(range(tp_rank * share, (tp_rank + 1) * share))
+    raise ValueError(
+        f"tensor parallel sizes {producer_tp_size} (producer) and {tp_size} (consumer) do not divide "
+        "one another: choose sizes where one is a multiple of the other"
+    )
+
+
+def claimant_name(engine_id: EngineId, request_id: RequestId) -> str:
+    """Who claims: the same on every rank of one consumer for one request."""
+    return f"{engine_id}/{request_id}"
+
+
+@dataclass(slots=True)
+class ReadStatus:
+    """What all transfers of one hand-off say together."""
+
+    done: bool
+    quiet: bool
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One request's hand-off on one consumer rank."""
+
+    request_id: RequestId
+    offer: Offer
+    ranks: tuple[int, ...]
+    """Producer ranks that this rank deals with."""
+    leases: dict[int, Lease] = field(default_factory=dict)
+    """By producer rank, from the answered claim on."""
+    load: Load | None = None
+    deadline_s: float = float("inf")
+    """Set with the load: when the request is failed if its bytes are not in."""
+    failure: str = ""
+    closing: bool = False
+
+    def claim_answered(self, rank: int, answer: ClaimAnswer, sent_s: float) -> None:
+        """The producer rank granted or refused the claim that was sent at `sent_s`."""
+        if answer.reason:
+            self.fail(f"producer rank {rank} refused transfer {self.offer.transfer_id}: {answer.reason}")
+        elif rank in self.ranks:
+            self.leases[rank] = Lease.from_claim(sent_s, answer.lease_s)
+
+    def renewed(self, rank: int, sent_s: float, lease_s: float) -> None:
+        """The producer rank answered a renewal that was sent at `sent_s`."""
+        if rank in self.leases:
+            self.leases[rank].renewed(sent_s, lease_s)
+
+    def fail(self, reason: str) -> None:
+        """This hand-off cannot succeed any more. The first reason is kept."""
+        self.failure = self.failure or reason
+
+    def order_load(self, load: Load, now_s: float, timeout_s: float) -> None:
+        """vLLM allocated blocks: from now on they are ours until `settle` gives an outcome."""
+        self.load = load
+        self.deadline_s = now_s + timeout_s
+
+    def close(self) -> None:
+        """The request wants nothing (more) from the offer."""
+        self.closing = True
+
+    @property
+    def claimed(self) -> bool:
+        """Whether every producer rank has answered that the offer is ours."""
+        return len(self.leases) == len(self.ranks)
+
+    def settle(self, now_s: float, reads: ReadStatus | None, verified: bool) -> Outcome | None:
+        """What follows from everything known at `now_s`; None: go on waiting.
+
+        `reads` is None until something was posted. `verified` says that digests were compared, or
+        need not be.
+        """
+        if self.load is None:
+            return Outcome.ABANDONED if self.closing else None
+        self._look_for_failure(now_s, reads)
+        if self.failure or self.closing:
+            if reads is not None and not reads.quiet:
+                return None
+            return Outcome.ABANDONED if self.closing else Outcome.FAILED
+        if reads is not None and reads.done and self.claimed and verified:
+            return Outcome.RECEIVED
+        return None
+
+    def _look_for_failure(self, now_s: float, reads: ReadStatus | None) -> None:
+        if reads is not None and reads.error:
+            self.fail(reads.error)
+        for rank, lease in self.leases.items():
+            if not lease.alive(now_s):
+                self.fail(
+                    f"the lease of producer rank {rank} on transfer {self.offer.transfer_id} ended "
+                    f"{now_s - lease.ends_s:.3f} s ago: what was read may belong to another request"
+                )
+        if now_s >= self.deadline_s:
+            waits_for = "bytes" if self.claimed else "the claim's answer"
+            self.fail(f"no {waits_for} from {self.offer.engine_id} within transfer_timeout_s")

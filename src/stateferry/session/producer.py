@@ -1,0 +1,190 @@
+"""The producer's side of every hand-off of one rank: which blocks are kept for whom, until when.
+
+    granted --claim--> claimed --release(s)--> finished
+       |                  |
+       +----- lease ends -+------------------> finished (expired)
+
+A claim may overtake its grant: the response reaches the consumer while this rank's worker is still
+in the step before the one that carries the grant. Such a claim is parked for `PARK_S`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from stateferry.ids import Epoch, RequestId, TransferId
+from stateferry.session.orders import Grant
+from stateferry.wire.messages import Claim, ClaimAnswer, Release, ReleaseAnswer, Renewal, RenewalAnswer
+
+PARK_S = 5.0
+MAX_PARKED = 4096
+MAX_ENDED = 8192
+"""How many ended hand-offs are remembered, so that a late claim is told what became of its offer."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """One hand-off whose blocks this rank keeps."""
+
+    grant: Grant
+    expires_s: float
+    claimant: str = ""
+    claimed_ranks: set[int] = field(default_factory=set)
+    released_ranks: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A claim that waits for its grant."""
+
+    sender: Hashable
+    claim: Claim
+    until_s: float
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened on this rank since start."""
+
+    granted: int = 0
+    released: int = 0
+    expired: int = 0
+    refused_claims: int = 0
+    late_releases: int = 0
+    late_renewals: int = 0
+
+
+def releases_expected(consumer_tp_size: int, producer_tp_size: int) -> int:
+    """How many consumer ranks release one producer rank.
+
+    Consumer rank d stands to producer ranks as the ranges do: with more consumers, several release
+    one producer; with fewer, each releases several producers, once each.
+    """
+    return max(1, consumer_tp_size // producer_tp_size)
+
+
+class Ledger:
+    """All hand-offs that this rank has granted and not finished. One thread. No I/O."""
+
+    def __init__(self, epoch: Epoch, tp_size: int, lease_s: float) -> None:
+        self.counters = Counters()
+        self._epoch = epoch
+        self._tp_size = tp_size
+        self._lease_s = lease_s
+        self._holdings: dict[TransferId, Holding] = {}
+        self._parked: OrderedDict[TransferId, list[Parked]] = OrderedDict()
+        self._ended: OrderedDict[TransferId, str] = OrderedDict()
+        self._finished: list[RequestId] = []
+
+    @property
+    def open_count(self) -> int:
+        """Hand-offs whose blocks are kept."""
+        return len(self._holdings)
+
+    @property
+    def parked_count(self) -> int:
+        """Claims that wait for their grant."""
+        return sum(len(p) for p in self._parked.values())
+
+    def grant(self, grant: Grant, now_s: float) -> list[tuple[Hashable, ClaimAnswer]]:
+        """Start to keep a request's blocks. Returns answers to claims that were waiting for it."""
+        self.counters.granted += 1
+        self._holdings[grant.transfer_id] = Holding(grant, now_s + self._lease_s)
+        waiting = self._parked.pop(grant.transfer_id, [])
+        return [(p.sender, self._claim(p.claim, now_s)) for p in waiting]
+
+    def claim(self, claim: Claim, sender: Hashable, now_s: float) -> ClaimAnswer | None:
+        """Answer a claim; None: it is parked and will be answered by `grant` or `expire`."""
+        known = claim.transfer_id in self._holdings or claim.transfer_id in self._ended
+        if known or self.parked_count >= MAX_PARKED:
+            return self._claim(claim, now_s)
+        self._parked.setdefault(claim.transfer_id, []).append(Parked(sender, claim, now_s + PARK_S))
+        return None
+
+    def renew(self, renewal: Renewal, now_s: float) -> RenewalAnswer:
+        """Extend leases. What has ended is named as lost, so that its reader stops."""
+        held, lost = [], []
+        for transfer_id in renewal.transfer_ids:
+            holding = self._holdings.get(transfer_id)
+            if holding is None:
+                lost.append(transfer_id)
+                self.counters.late_renewals += 1
+            else:
+                holding.expires_s = now_s + self._lease_s
+                held.append(transfer_id)
+        return RenewalAnswer(
+            sequence=renewal.sequence, held=tuple(held), lost=tuple(lost), lease_s=self._lease_s
+        )
+
+    def release(self, release: Release) -> ReleaseAnswer:
+        """One consumer rank needs the blocks no longer."""
+        holding = self._holdings.get(release.transfer_id)
+        theirs = holding is not None and holding.claimant in ("", release.claimant)
+        if holding is None or not theirs:
+            self.counters.late_releases += 1
+            return ReleaseAnswer(transfer_id=release.transfer_id, known=False)
+        holding.claimant = release.claimant
+        holding.released_ranks.add(release.tp_rank)
+        if len(holding.released_ranks) >= releases_expected(release.tp_size, self._tp_size):
+            self.counters.released += 1
+            self._end(holding, "was released by " + release.claimant)
+        return ReleaseAnswer(transfer_id=release.transfer_id, known=True)
+
+    def expire(self, now_s: float) -> tuple[list[Holding], list[tuple[Hashable, ClaimAnswer]]]:
+        """End what nobody renewed. Returns the hand-offs that ended and answers to parked claims."""
+        ended = [h for h in self._holdings.values() if h.expires_s <= now_s]
+        for holding in ended:
+            self.counters.expired += 1
+            self._end(holding, f"ended {self._lease_s:g} s after it was last heard of")
+        answers: list[tuple[Hashable, ClaimAnswer]] = []
+        for transfer_id in [t for t, ps in self._parked.items() if ps[0].until_s <= now_s]:
+            answers += [(p.sender, self._claim(p.claim, now_s)) for p in self._parked.pop(transfer_id)]
+        return ended, answers
+
+    def next_deadline_s(self) -> float | None:
+        """When `expire` has something to do."""
+        deadlines = [h.expires_s for h in self._holdings.values()]
+        deadlines += [p[0].until_s for p in self._parked.values()]
+        return min(deadlines, default=None)
+
+    def holding(self, transfer_id: TransferId) -> Holding | None:
+        """The hand-off, while its blocks are kept."""
+        return self._holdings.get(transfer_id)
+
+    def take_finished(self) -> list[RequestId]:
+        """Requests whose blocks may be freed, each once."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the maps contradict each other. For tests."""
+        assert not self._holdings.keys() & self._ended.keys()
+        assert not self._holdings.keys() & self._parked.keys()
+        assert all(self._parked.values())
+        assert len(self._ended) <= MAX_ENDED
+
+    def _claim(self, claim: Claim, now_s: float) -> ClaimAnswer:
+        holding = self._holdings.get(claim.transfer_id)
+        if holding is None:
+            became = self._ended.get(claim.transfer_id, "was never made by this engine")
+            return self._refuse(claim, f"the offer {became}")
+        if holding.claimant not in ("", claim.claimant):
+            return self._refuse(claim, f"the offer is already taken by {holding.claimant}")
+        if claim.tp_rank in holding.claimed_ranks:
+            return self._refuse(claim, f"rank {claim.tp_rank} of {claim.claimant} has claimed it before")
+        holding.claimant = claim.claimant
+        holding.claimed_ranks.add(claim.tp_rank)
+        holding.expires_s = now_s + self._lease_s
+        return ClaimAnswer(transfer_id=claim.transfer_id, lease_s=self._lease_s)
+
+    def _refuse(self, claim: Claim, reason: str) -> ClaimAnswer:
+        self.counters.refused_claims += 1
+        return ClaimAnswer(transfer_id=claim.transfer_id, reason=reason)
+
+    def _end(self, holding: Holding, became: str) -> None:
+        transfer_id = holding.grant.transfer_id
+        del self._holdings[transfer_id]
+        self._finished.append(holding.grant.request_id)
+        self._ended[transfer_id] = became
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
