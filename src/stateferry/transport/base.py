@@ -90,8 +90,11 @@ class Peer(ABC):
     @abstractmethod
     def post_read(self, pieces: Pieces) -> Transfer:
         """Start reading all `pieces` from the peer's regions into ours; returns without waiting for
-        the network. An empty batch is DONE at once. Errors known at once (offset outside a region:
-        ValueError is a bug of the caller's; a dead peer) give a FAILED transfer, except ValueError.
+        the network. An empty batch is DONE at once. `pieces` may be dropped after the call.
+
+        Raises ValueError for a piece outside a registered region on either side (a bug of the
+        caller's: nothing is read), TransportClosed after our own `close` of peer or transport.
+        Anything that is wrong with the peer gives a FAILED transfer instead.
         """
 
     @abstractmethod
@@ -109,7 +112,8 @@ class Transport(ABC):
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         """Register our memory, once. Returns what a peer needs for `connect`: opaque, under 1 MiB.
 
-        Raises TransportError when the library refuses.
+        Raises TransportError when the library refuses or when called twice, TransportUnavailable
+        for a kind of memory that this transport cannot move, TransportClosed after `close`.
         """
 
     @abstractmethod
@@ -118,7 +122,8 @@ class Transport(ABC):
 
         Raises ProtocolError for a registration that cannot be parsed, TransportUnavailable with a
         reason and a cure when the peer cannot be reached by this means (another host, no
-        permission), TransportTimeout past the deadline.
+        permission) or that life of it has ended, TransportTimeout past the deadline,
+        TransportClosed after `close`.
         """
 
     @abstractmethod

@@ -1,0 +1,71 @@
+"""Which transports there are, which one fits, and how to make it without importing the others."""
+
+import importlib
+from dataclasses import dataclass
+from typing import cast
+
+from stateferry.errors import ConfigError, TransportUnavailable
+from stateferry.transport.base import MemoryKind, Transport, TransportOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    module: str
+    class_name: str
+    kinds: frozenset[MemoryKind]
+    extra: str = ""
+    """The pip extra that brings its library; empty: needs none."""
+
+
+_CPU = frozenset({MemoryKind.CPU})
+_BOTH = frozenset({MemoryKind.CPU, MemoryKind.CUDA})
+_TRANSPORTS = {
+    "cma": _Entry("stateferry.transport.cma", "CmaTransport", _CPU),
+    "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
+    "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH, "cpu] or stateferry[cuda"),
+}
+_AUTO = {MemoryKind.CPU: "cma", MemoryKind.CUDA: "nixl"}
+
+
+def transport_names() -> tuple[str, ...]:
+    """Every name that `create_transport` knows, sorted."""
+    return tuple(sorted(_TRANSPORTS))
+
+
+def choose(name: str, memory_kind: MemoryKind) -> str:
+    """The transport to use for caches in `memory_kind`; `auto` picks. Imports nothing.
+
+    Raises ConfigError when there is no such transport, or it cannot move that kind of memory.
+    """
+    if name == "auto":
+        return _AUTO[memory_kind]
+    if memory_kind not in _entry(name).kinds:
+        able = [n for n in transport_names() if memory_kind in _TRANSPORTS[n].kinds]
+        raise ConfigError(
+            f"transport {name!r} cannot move {memory_kind.value} memory; these can: auto, {', '.join(able)}"
+        )
+    return name
+
+
+def create_transport(name: str, options: TransportOptions) -> Transport:
+    """Make a transport by name (not `auto`: see `choose`). It is used and closed by one thread.
+
+    Raises ConfigError for an unknown name, TransportUnavailable when its library is missing or
+    does not start.
+    """
+    entry = _entry(name)
+    try:
+        maker = getattr(importlib.import_module(entry.module), entry.class_name)
+        return cast(Transport, maker(options))
+    except ImportError as e:
+        cure = f"; pip install 'stateferry[{entry.extra}]'" if entry.extra else ""
+        raise TransportUnavailable(f"transport {name!r}: {e}{cure}") from e
+
+
+def _entry(name: str) -> _Entry:
+    try:
+        return _TRANSPORTS[name]
+    except KeyError:
+        raise ConfigError(
+            f"unknown transport {name!r}; known: auto, {', '.join(transport_names())}"
+        ) from None
