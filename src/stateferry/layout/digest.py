@@ -1,0 +1,58 @@
+"""Short names for what was computed (a prefix of tokens) and for what arrived (bytes)."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from stateferry.layout.spec import Pieces
+
+_DIGEST_BYTES = 16
+
+
+def _field(data: bytes) -> bytes:
+    """`data` after its length, so that no two lists of fields give the same bytes."""
+    return len(data).to_bytes(8, "little") + data
+
+
+def _optional(text: str | None) -> bytes:
+    return b"\x00" if text is None else b"\x01" + _field(text.encode("utf-8", "surrogatepass"))
+
+
+def prefix_digest(
+    token_ids: Sequence[int],
+    lora: str | None,
+    cache_salt: str | None,
+    multimodal: Sequence[tuple[int, int, str]],
+) -> str:
+    """Name a prefix by everything that its KV and state depend on: 32 hexadecimal digits.
+
+    `multimodal` is (first token position, token count, content hash) of every item in the prefix.
+    """
+    name = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"sferry-prefix")
+    name.update(_field(np.asarray(token_ids, dtype="<i8").tobytes()))
+    name.update(_optional(lora))
+    name.update(_optional(cache_salt))
+    name.update(len(multimodal).to_bytes(8, "little"))
+    for position, count, content in multimodal:
+        name.update(np.asarray((position, count), dtype="<i8").tobytes())
+        name.update(_field(content.encode("utf-8", "surrogatepass")))
+    return name.hexdigest()
+
+
+def bytes_digest(
+    pieces: Pieces, side: Literal["local", "remote"], read: Callable[[int, int, int], memoryview]
+) -> str:
+    """Name the bytes that one side of `pieces` holds, in their order: 32 hexadecimal digits.
+
+    `read(region, offset, size)` gives the bytes. Two sides agree when they hash the same pieces in
+    the same order; cutting or joining pieces does not matter, reordering does.
+    """
+    regions = pieces.local_regions if side == "local" else pieces.remote_regions
+    offsets = pieces.local_offsets if side == "local" else pieces.remote_offsets
+    name = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"sferry-bytes")
+    name.update(pieces.total_bytes.to_bytes(8, "little"))
+    for region, offset, size in zip(regions.tolist(), offsets.tolist(), pieces.sizes.tolist(), strict=True):
+        name.update(read(region, offset, size))
+    return name.hexdigest()
