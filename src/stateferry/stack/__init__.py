@@ -1,0 +1,39 @@
+"""Real servers as child processes, and a client for them. Used by demo, gate, benches and tests.
+
+with Stack() as stack, Client() as client:
+    p = stack.start(EngineSpec(model=folder, role=Role.PREFILL))
+    d = stack.start(EngineSpec(model=folder, role=Role.DECODE))
+    stack.wait_ready()
+    answer = client.handoff(p.url, d.url, "Who has the lamp ?")
+"""
+
+from stateferry.stack.answers import AnswerError, Completion, Handoff, Logprobs
+from stateferry.stack.client import PREFILL_PARAMS, Client, Prompt
+from stateferry.stack.engine import NIXL, STATEFERRY, STATEFERRY_MODULE, Engine, EngineSpec, Role
+from stateferry.stack.metrics import Metrics, Sample
+from stateferry.stack.router import Router
+from stateferry.stack.server import Progress, ProgressCallback, Server
+from stateferry.stack.stack import Stack
+
+__all__ = [
+    "NIXL",
+    "PREFILL_PARAMS",
+    "STATEFERRY",
+    "STATEFERRY_MODULE",
+    "AnswerError",
+    "Client",
+    "Completion",
+    "Engine",
+    "EngineSpec",
+    "Handoff",
+    "Logprobs",
+    "Metrics",
+    "Progress",
+    "ProgressCallback",
+    "Prompt",
+    "Role",
+    "Router",
+    "Sample",
+    "Server",
+    "Stack",
+]

@@ -1,0 +1,83 @@
+"""Ends the processes of a stack whose owner is gone. Run as a script; uses the standard library only.
+
+Its standard input is a pipe whose other end only the owner holds. A line `+PID` names a process to
+watch over, the leader of a session; `-PID` says that it ended. End of file says that the owner is
+gone, however it died: then every session still named is ended. (`PR_SET_PDEATHSIG` would reach the
+leader alone, not the engine core and workers under it, and fires when the starting thread ends.)
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 10.0
+"""What a session gets to end by itself between SIGTERM and SIGKILL."""
+POLL_S = 0.05
+
+
+def session_members(session_id: int) -> list[int]:
+    """Pids of the living processes of one session, from /proc. Zombies do not count."""
+    members = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = Path(entry.path, "stat").read_bytes()
+        except OSError:
+            continue  # it ended while we looked
+        # The command stands in parentheses and may contain anything; fields follow the last one:
+        # state, parent, process group, session.
+        fields = stat[stat.rfind(b")") + 2 :].split()
+        if int(fields[3]) == session_id and fields[0] not in (b"Z", b"X"):
+            members.append(int(entry.name))
+    return members
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal one process; nothing happens if it is gone."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def end_sessions(leaders: list[int], grace_s: float = GRACE_S) -> None:
+    """SIGTERM to each leader, so that it ends its own children; what is left after `grace_s` is killed.
+
+    Returns when no process of these sessions is left (zombies aside: their parents reap them).
+    """
+    for pid in leaders:
+        send(pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    left = list(leaders)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if session_members(pid)]
+        if left:
+            time.sleep(POLL_S)
+    for _ in range(100):  # a process may fork while it is being killed: look again until none is left
+        members = [member for pid in left for member in session_members(pid)]
+        if not members:
+            break
+        for member in members:
+            send(member, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def main() -> None:
+    """Keep the list of sessions until the owner is gone, then end them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    leaders: dict[int, None] = {}
+    for line in sys.stdin:
+        pid = int(line[1:])
+        if line[0] == "+":
+            leaders[pid] = None
+        else:
+            leaders.pop(pid, None)
+    end_sessions(list(leaders))
+
+
+if __name__ == "__main__":
+    main()

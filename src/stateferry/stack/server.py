@@ -1,0 +1,176 @@
+"""A child process that answers HTTP: starting, waiting until it is healthy, explaining why not."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from stateferry.errors import EngineError
+from stateferry.stack.ports import HOST, HeldPort
+from stateferry.stack.process import Child
+
+POLL_S = 0.1
+PROGRESS_S = 0.5
+ATTEMPTS = 3
+PORT_TAKEN = ("address already in use", "errno 98")
+
+HINTS: Sequence[tuple[str, str]] = (
+    (
+        "operator torchvision::nms does not exist",
+        "torchvision does not fit this torch: pip uninstall -y torchvision",
+    ),
+    ("No module named 'vllm'", "vLLM is not installed in this environment: run `make setup`"),
+    ("Unsupported connector type", "the stateferry package is not installed in the engine's environment"),
+    ("Failed to import KV connector", "the connector could not be imported; the reason stands above"),
+    ("ConfigError", "a setting in kv_connector_extra_config was refused; the line names it"),
+    ("Cannot allocate memory", "not enough memory: stop other engines or lower the cache size"),
+    ("MemoryError", "not enough memory: stop other engines or lower the cache size"),
+    ("No available memory for the cache blocks", "raise the cache size or lower max_model_len"),
+    ("unrecognized arguments", "an argument is not known to this version of the server"),
+    ("does not exist", "a path or name is wrong; the line says which"),
+)
+"""Words in a dead server's log, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a starting server is doing, for people to look at."""
+
+    name: str
+    seconds: float
+    """Since it was started."""
+    ready: bool
+    line: str
+    """The last line of its log."""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class Server(ABC):
+    """A child process with an HTTP port on this machine."""
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.ready = False
+        self._attempt = 0
+        self._launch()
+
+    @abstractmethod
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        """Command line and environment for a port."""
+
+    def _launch(self) -> None:
+        self._attempt += 1
+        self._port = HeldPort()
+        self.port = self._port.number
+        self.url = f"http://{HOST}:{self.port}"
+        self._started = time.monotonic()
+        command, env = self._command(self.port)
+        self.child = Child(command, env, self.log_path)
+
+    @property
+    def pid(self) -> int:
+        """The server's own process; everything that it started is in its session."""
+        return self.child.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server's own process is alive."""
+        return self.child.exit_code is None
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of its log."""
+        return self.child.log_tail(lines)
+
+    def release_ports(self) -> None:
+        """Stop holding what the server has bound by now, or will never bind."""
+        self._port.close()
+
+    def wait_ready(self, timeout_s: float = 300.0, progress: ProgressCallback | None = None) -> None:
+        """Wait until `/health` answers. See `wait_all_ready`."""
+        wait_all_ready([self], timeout_s, progress)
+
+    def check_alive(self) -> None:
+        """Raise EngineError, with the end of the log and a hint, if the process has ended."""
+        code = self.child.exit_code
+        if code is None:
+            return
+        self.release_ports()
+        text = self.log_tail(40)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise EngineError(
+            f"{self.name} ended with {how} {'after it was' if self.ready else 'before it was'} ready.\n"
+            f"{_hint(text)}Its log is {self.log_path} and ends with:\n{text}"
+        )
+
+    def _relaunch_if_port_taken(self) -> bool:
+        taken = any(words in self.log_tail(60).lower() for words in PORT_TAKEN)
+        if self.running or self._attempt >= ATTEMPTS or not taken:
+            return False
+        self.release_ports()
+        self.log_path.rename(self.log_path.with_suffix(f".{self._attempt}.log"))
+        self._launch()
+        return True
+
+
+def wait_all_ready(
+    servers: Sequence[Server],
+    timeout_s: float,
+    progress: ProgressCallback | None = None,
+    relaunched: Callable[[Server], None] | None = None,
+) -> None:
+    """Wait until every server answers `/health`.
+
+    `progress` is called for each about twice a second and once when it is ready. A server whose port
+    was taken by others is started again on another one; `relaunched` is told.
+
+    Raises EngineError when one ends or `timeout_s` passes; nothing is stopped here.
+    """
+    deadline = time.monotonic() + timeout_s
+    told: dict[str, float] = {}
+    waiting = [server for server in servers if not server.ready]
+    with httpx.Client(timeout=2.0, trust_env=False) as client:
+        while waiting:
+            for server in list(waiting):
+                if not server.running:
+                    if server._relaunch_if_port_taken():
+                        if relaunched is not None:
+                            relaunched(server)
+                        continue
+                    server.check_alive()
+                server.ready = _healthy(client, server.url)
+                now = time.monotonic()
+                if server.ready:
+                    waiting.remove(server)
+                    server.release_ports()
+                if progress is not None and (server.ready or now - told.get(server.name, 0.0) > PROGRESS_S):
+                    told[server.name] = now
+                    last_line = server.log_tail(1).strip()
+                    progress(Progress(server.name, now - server._started, server.ready, last_line))
+            if waiting and time.monotonic() > deadline:
+                late = waiting[0]
+                raise EngineError(
+                    f"{late.name} was not ready after {timeout_s:.0f} s. A loaded machine may need more: "
+                    f"raise the time-out. Its log is {late.log_path} and ends with:\n{late.log_tail(30)}"
+                )
+            if waiting:
+                time.sleep(POLL_S)
+
+
+def _healthy(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _hint(text: str) -> str:
+    for words, advice in HINTS:
+        if words in text:
+            return f"Hint: {advice}.\n"
+    return ""
