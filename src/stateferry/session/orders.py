@@ -5,7 +5,7 @@ frozen values that pickle well.
 """
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stateferry.ids import RequestId, TransferId
 from stateferry.wire.params import Offer
@@ -111,4 +111,6 @@ class Results:
     """Consumer: nothing can land in these requests' blocks any more, well or badly."""
     failed: frozenset[RequestId] = frozenset()
     """Those of `received` whose blocks must not be used."""
-    reports: tuple[Report, ...] = field(default=())
+    lost: frozenset[RequestId] = frozenset()
+    """Consumer: these requests' offers turned out to be worth nothing before blocks were given."""
+    reports: tuple[Report, ...] = ()

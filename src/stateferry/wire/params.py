@@ -25,7 +25,7 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     host: Text
     port: Port
-    epoch: Annotated[int, msgspec.Meta(ge=1, le=(1 << 53) - 1)]
+    epoch: Annotated[Epoch, msgspec.Meta(ge=1, le=(1 << 53) - 1)]
 
 
 class _Ours(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +137,6 @@ def parse_offer(params: Mapping[str, Any]) -> Offer:
         first_blocks=ours.first_blocks,
         prefix_digest=ours.prefix_digest,
         lease_s=ours.lease_s,
-        ranks=tuple(RankAddress(r.host, r.port, Epoch(r.epoch)) for r in ours.ranks),
+        ranks=ours.ranks,
         tamper=ours.tamper,
     )

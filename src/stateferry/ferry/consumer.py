@@ -1,0 +1,378 @@
+"""The consumer's half of the ferry: links to producers, open hand-offs, reads in flight.
+
+Per wake-up the work is: messages that came, hand-offs that are loading, links whose renewal is due.
+Hand-offs that only wait cost nothing but their share of a renewal.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import zmq
+
+from stateferry.config import Config
+from stateferry.errors import ProtocolError
+from stateferry.ferry.link import Link, LinkState, open_socket
+from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.reading import Fence, Reading, Tamper
+from stateferry.ids import RequestId, TransferId
+from stateferry.layout.spec import CacheLayout
+from stateferry.session import (
+    RENEWALS_PER_LEASE,
+    Clock,
+    Close,
+    Handoff,
+    Load,
+    Open,
+    Outcome,
+    Report,
+    claimant_name,
+    producer_ranks,
+)
+from stateferry.transport.base import Transport
+from stateferry.wire import (
+    Claim,
+    ClaimAnswer,
+    DigestAnswer,
+    Message,
+    RankAddress,
+    Refusal,
+    Release,
+    Renewal,
+    RenewalAnswer,
+    Welcome,
+    decode_message,
+)
+
+logger = logging.getLogger(__name__)
+
+IDLE_LINK_S = 600.0
+"""A link that nobody used for this long is closed; the next request meets the producer again."""
+MAX_RETRY_S = 30.0
+
+
+@dataclass(slots=True)
+class Ended:
+    """What became of a hand-off."""
+
+    report: Report
+    had_blocks: bool
+    """Whether vLLM waits to hear of it."""
+
+
+class ConsumerService:
+    """All hand-offs that this rank reads. Ferry thread only."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        poller: zmq.Poller,
+        clock: Clock,
+        config: Config,
+        layout: CacheLayout,
+        encoded_layout: bytes,
+        software: str,
+        transport: Transport,
+        memory: LocalMemory,
+        tamper: Tamper | None,
+    ) -> None:
+        self._context = context
+        self._poller = poller
+        self._clock = clock
+        self._config = config
+        self._layout = layout
+        self._encoded_layout = encoded_layout
+        self._software = software
+        self._transport = transport
+        self._memory = memory
+        self._tamper = tamper
+        self._links: dict[RankAddress, Link] = {}
+        self._retry_pause_s: dict[tuple[str, int], float] = {}
+        self._handoffs: dict[RequestId, Handoff] = {}
+        self._readings: dict[RequestId, Reading] = {}
+        self._ended: list[Ended] = []
+        self._lost: list[RequestId] = []
+
+    # -- orders from vLLM ------------------------------------------------------------------------
+
+    def open(self, order: Open) -> None:
+        """A request with an offer arrived: meet its producer and claim the offer."""
+        offer = order.offer
+        try:
+            ranks = producer_ranks(self._layout.tp_rank, self._layout.tp_size, len(offer.ranks))
+        except ValueError as e:
+            self._handoffs[order.request_id] = handoff = Handoff(order.request_id, offer, ())
+            self._fail(handoff, str(e))
+            return
+        handoff = Handoff(order.request_id, offer, ranks)
+        self._handoffs[order.request_id] = handoff
+        for rank in ranks:
+            link = self._link(offer.ranks[rank])
+            link.requests.add(order.request_id)
+            if link.state is LinkState.FAILED:
+                self._fail(handoff, link.reason)
+            elif link.state is LinkState.READY:
+                self._claim(link, handoff)
+
+    def load(self, order: Load, fence: Fence) -> None:
+        """Blocks are there: read into them as soon as the links are ready."""
+        handoff = self._handoffs.get(order.request_id)
+        if handoff is None:
+            logger.error("load ordered for request %s, which was never opened", order.request_id)
+            report = Report(order.request_id, TransferId(""), Outcome.FAILED, "was never opened")
+            self._ended.append(Ended(report, had_blocks=True))
+            return
+        now_s = self._clock.now_s()
+        handoff.order_load(order, now_s, self._config.transfer_timeout_s)
+        self._readings[order.request_id] = Reading(handoff, fence, now_s)
+
+    def close_handoff(self, order: Close) -> None:
+        """The request wants nothing more; blocks it was given stay ours until quiet."""
+        handoff = self._handoffs.get(order.request_id)
+        if handoff is None:
+            return
+        handoff.close()
+        reading = self._readings.get(order.request_id)
+        if reading is not None:
+            reading.cancel()
+        elif handoff.settle(self._clock.now_s(), None, verified=True) is not None:
+            self._end(handoff, Outcome.ABANDONED, None)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def receive(self, socket: object) -> None:
+        """Read everything that a link's socket has."""
+        link = next((link for link in self._links.values() if link.socket is socket), None)
+        while link is not None:
+            try:
+                frame = link.socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            try:
+                self._handle(link, decode_message(frame))
+            except ProtocolError as e:
+                logger.warning("dropped a message from %s:%d: %s", link.address.host, link.address.port, e)
+
+    def _handle(self, link: Link, message: Message) -> None:
+        if link.state is LinkState.GREETING and isinstance(message, Welcome | Refusal):
+            link.welcomed(message, self._layout, self._transport, self._config)
+            self._link_settled(link)
+        elif isinstance(message, Refusal):
+            # The engine behind this address is another one now: nothing it said before holds.
+            link.fail(message.reason)
+            self._link_settled(link)
+        elif isinstance(message, ClaimAnswer):
+            self._claim_answered(link, message)
+        elif isinstance(message, RenewalAnswer):
+            self._renewed(link, message)
+        elif isinstance(message, DigestAnswer):
+            for reading in self._readings.values():
+                if reading.handoff.offer.transfer_id == message.transfer_id:
+                    reading.digest_answered(link, message)
+
+    def _claim_answered(self, link: Link, answer: ClaimAnswer) -> None:
+        for request_id in link.requests:
+            handoff = self._handoffs[request_id]
+            if handoff.offer.transfer_id != answer.transfer_id:
+                continue
+            sent_s = link.claims_sent_s.pop(request_id, None)
+            if sent_s is None:
+                continue
+            before = handoff.failure
+            handoff.claim_answered(self._rank_of(link, handoff), answer, sent_s)
+            if handoff.failure and not before:
+                self._report_lost(handoff)
+            link.next_renewal_s = min(
+                link.next_renewal_s, sent_s + max(answer.lease_s, 0.001) / RENEWALS_PER_LEASE
+            )
+            return
+
+    def _renewed(self, link: Link, answer: RenewalAnswer) -> None:
+        sent_s = link.renewals_sent_s.pop(answer.sequence, None)
+        if sent_s is None:
+            return
+        held, lost = set(answer.held), set(answer.lost)
+        for request_id in list(link.requests):
+            handoff = self._handoffs[request_id]
+            rank = self._rank_of(link, handoff)
+            if handoff.offer.transfer_id in held:
+                handoff.renewed(rank, sent_s, answer.lease_s)
+            elif handoff.offer.transfer_id in lost and rank in handoff.leases:
+                self._fail(
+                    handoff, f"producer rank {rank} does not hold transfer {handoff.offer.transfer_id}"
+                )
+
+    # -- time ------------------------------------------------------------------------------------
+
+    @property
+    def reading_count(self) -> int:
+        """Hand-offs that have blocks and are not settled."""
+        return len(self._readings)
+
+    @property
+    def open_count(self) -> int:
+        """Hand-offs that are not ended, loading or not."""
+        return len(self._handoffs)
+
+    @property
+    def link_count(self) -> int:
+        """Producer ranks that are known."""
+        return len(self._links)
+
+    @property
+    def moving(self) -> bool:
+        """Whether something was posted and is not quiet: poll soon."""
+        return any(r.posted for r in self._readings.values())
+
+    def advance(self) -> None:
+        """Post what can be posted, poll what was posted, settle what is over."""
+        for reading in list(self._readings.values()):
+            links = [self._links[reading.handoff.offer.ranks[r]] for r in reading.handoff.ranks]
+            reading.advance(links, self._layout, self._memory, self._config, self._tamper, self._clock)
+            outcome = reading.settle(self._clock.now_s())
+            if outcome is not None:
+                self._end(reading.handoff, outcome, reading)
+
+    def tick(self) -> None:
+        """Deadlines of links: hand-shakes, renewals, pauses, idleness."""
+        now_s = self._clock.now_s()
+        for address, link in list(self._links.items()):
+            if link.state is LinkState.GREETING and now_s >= link.deadline_s:
+                link.fail(f"no answer to the hand-shake within {self._config.handshake_timeout_s:g} s")
+                self._link_settled(link)
+            elif link.state is LinkState.FAILED:
+                if now_s >= link.deadline_s and not link.requests:
+                    self._drop(address, link)
+            elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
+                self._renew(link, now_s)
+            elif not link.requests and now_s - link.idle_since_s >= IDLE_LINK_S:
+                self._drop(address, link)
+
+    def take_ended(self) -> list[Ended]:
+        """Hand-offs that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_lost(self) -> list[RequestId]:
+        """Requests whose offer turned out to be worth nothing before blocks were given."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        """Drop all links. Pending transfers are cancelled where the library can."""
+        for reading in self._readings.values():
+            reading.cancel()
+        for handoff in list(self._handoffs.values()):
+            self._release(handoff, received=False)
+        for address, link in list(self._links.items()):
+            self._drop(address, link)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _link(self, address: RankAddress) -> Link:
+        now_s = self._clock.now_s()
+        link = self._links.get(address)
+        if (
+            link is not None
+            and link.state is LinkState.FAILED
+            and now_s >= link.deadline_s
+            and not link.requests
+        ):
+            self._drop(address, link)
+            link = None
+        if link is not None:
+            return link
+        deadline_s = now_s + self._config.handshake_timeout_s
+        link = self._links[address] = Link(address, open_socket(self._context, address), deadline_s)
+        self._poller.register(link.socket, zmq.POLLIN)
+        link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
+        return link
+
+    def _link_settled(self, link: Link) -> None:
+        key = (link.address.host, link.address.port)
+        if link.state is LinkState.READY:
+            self._retry_pause_s.pop(key, None)
+            for request_id in list(link.requests):
+                self._claim(link, self._handoffs[request_id])
+            return
+        pause_s = self._retry_pause_s.get(key, self._config.retry_interval_s)
+        self._retry_pause_s[key] = min(pause_s * 2, MAX_RETRY_S)
+        link.deadline_s = self._clock.now_s() + pause_s
+        logger.warning("%s; next try in %.1f s", link.reason, pause_s)
+        for request_id in list(link.requests):
+            self._fail(self._handoffs[request_id], link.reason)
+
+    def _claim(self, link: Link, handoff: Handoff) -> None:
+        link.claims_sent_s[handoff.request_id] = self._clock.now_s()
+        link.send(
+            Claim(
+                epoch=link.address.epoch,
+                transfer_id=handoff.offer.transfer_id,
+                claimant=claimant_name(self._layout.engine_id, handoff.request_id),
+                tp_rank=self._layout.tp_rank,
+                tp_size=self._layout.tp_size,
+            )
+        )
+
+    def _renew(self, link: Link, now_s: float) -> None:
+        held = [h for h in (self._handoffs[r] for r in link.requests) if self._rank_of(link, h) in h.leases]
+        if not held:
+            link.next_renewal_s = float("inf")
+            return
+        link.sequence += 1
+        lease_s = min(h.leases[self._rank_of(link, h)].lease_s for h in held)
+        link.next_renewal_s = now_s + lease_s / RENEWALS_PER_LEASE
+        transfer_ids = tuple(h.offer.transfer_id for h in held)
+        link.renew(
+            Renewal(epoch=link.address.epoch, sequence=link.sequence, transfer_ids=transfer_ids), now_s
+        )
+
+    def _rank_of(self, link: Link, handoff: Handoff) -> int:
+        return handoff.offer.ranks.index(link.address)
+
+    def _fail(self, handoff: Handoff, reason: str) -> None:
+        before = handoff.failure
+        handoff.fail(reason)
+        if not before:
+            self._report_lost(handoff)
+
+    def _report_lost(self, handoff: Handoff) -> None:
+        if handoff.load is None:
+            self._lost.append(handoff.request_id)
+
+    def _release(self, handoff: Handoff, received: bool) -> None:
+        for rank in handoff.ranks:
+            link = self._links.get(handoff.offer.ranks[rank])
+            if link is None:
+                continue
+            link.send(
+                Release(
+                    epoch=link.address.epoch,
+                    transfer_id=handoff.offer.transfer_id,
+                    claimant=claimant_name(self._layout.engine_id, handoff.request_id),
+                    tp_rank=self._layout.tp_rank,
+                    tp_size=self._layout.tp_size,
+                    received=received,
+                )
+            )
+
+    def _end(self, handoff: Handoff, outcome: Outcome, reading: Reading | None) -> None:
+        # The release goes first: the producer's engine steps without pause until it has it.
+        self._release(handoff, received=outcome is Outcome.RECEIVED)
+        for rank in handoff.ranks:
+            link = self._links.get(handoff.offer.ranks[rank])
+            if link is not None:
+                link.requests.discard(handoff.request_id)
+                link.claims_sent_s.pop(handoff.request_id, None)
+                link.idle_since_s = self._clock.now_s()
+        del self._handoffs[handoff.request_id]
+        self._readings.pop(handoff.request_id, None)
+        if reading is None:
+            report = Report(handoff.request_id, handoff.offer.transfer_id, outcome, handoff.failure)
+        else:
+            report = reading.report(outcome, self._clock.now_s())
+        self._ended.append(Ended(report, had_blocks=reading is not None))
+
+    def _drop(self, address: RankAddress, link: Link) -> None:
+        self._poller.unregister(link.socket)
+        link.close()
+        del self._links[address]

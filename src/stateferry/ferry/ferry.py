@@ -1,0 +1,293 @@
+"""The thread that runs hand-offs: owner of the control sockets, the transport and every deadline.
+
+vLLM's engine thread only drops orders in and picks results up. A fully idle engine takes no steps, so
+nothing here may need one: leases end and renewals go out whatever the engine does.
+"""
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from stateferry.config import Config
+from stateferry.errors import ConfigError, StateFerryError
+from stateferry.ferry.consumer import ConsumerService
+from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.producer import ProducerService
+from stateferry.ferry.reading import Fence, Tamper, no_fence
+from stateferry.layout.fingerprint import encode_layout
+from stateferry.layout.spec import CacheLayout
+from stateferry.session import Clock, Orders, Outcome, Report, Results, SystemClock
+from stateferry.transport.base import MemoryRegion, Transport
+from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.25
+"""Longest sleep while anything is open: how late a deadline may be noticed."""
+QUICK_POLLS = 50
+"""Looks without sleeping after a post, before looks every millisecond: most reads end within them."""
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FerrySetup:
+    """Everything a ferry needs. The memory must outlive the ferry."""
+
+    config: Config
+    layout: CacheLayout
+    regions: tuple[MemoryRegion, ...]
+    memory: LocalMemory
+    make_transport: Callable[[], Transport]
+    """Called on the ferry thread."""
+    host: str
+    """What peers dial."""
+    bind_host: str
+    port: int
+    """0: the system picks."""
+    software: str
+    tamper: Tamper | None = None
+    clock: Clock = field(default_factory=SystemClock)
+
+
+class Ferry:
+    """One per worker. `start` and `stop` from one thread; `submit` and `take` from any."""
+
+    def __init__(self, setup: FerrySetup) -> None:
+        self._setup = setup
+        self._inbox: deque[tuple[Orders, Fence]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = threading.Event()
+        self._started = threading.Event()
+        self._start_error: StateFerryError | None = None
+        self._address: RankAddress | None = None
+        self._lock = threading.Lock()
+        self._results = Results()
+        self._quick_polls = 0
+        self._open_count = 0
+        self._thread = threading.Thread(target=self._run, name="stateferry", daemon=True)
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def start(self) -> RankAddress:
+        """Start the thread; wait until memory is registered and the socket is bound.
+
+        Returns the address that peers dial. Raises ConfigError for a port that cannot be bound and
+        TransportError for memory that cannot be registered.
+        """
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+        assert self._address is not None
+        return self._address
+
+    def submit(self, orders: Orders, fence: Fence = no_fence) -> None:
+        """Hand orders over; returns at once. Loads are posted once `fence` says True."""
+        self._inbox.append((orders, fence))
+        os.eventfd_write(self._wake, 1)
+
+    def take(self) -> Results:
+        """Everything that happened since the last call; returns at once."""
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    @property
+    def open_count(self) -> int:
+        """Hand-offs that are open on either side: 0 once everything is over."""
+        return self._open_count + len(self._inbox)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs. It ends only by `stop`, or by a defect that it logs."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Release what is open and end the thread. Idempotent. Waits at most `STOP_TIMEOUT_S`."""
+        if self._thread.ident is None or self._stopping.is_set():
+            return
+        self._stopping.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the ferry thread did not end within %g s", STOP_TIMEOUT_S)
+            return
+        os.close(self._wake)
+
+    # -- ferry thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        setup = self._setup
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        listener = context.socket(zmq.ROUTER)
+        try:
+            transport = setup.make_transport()
+        except StateFerryError as e:
+            self._give_up(context, listener, e)
+            return
+        try:
+            registration = transport.register(setup.regions)
+            port = _bind(listener, setup.bind_host, setup.port)
+        except StateFerryError as e:
+            transport.close()
+            self._give_up(context, listener, e)
+            return
+        poller = zmq.Poller()
+        encoded = encode_layout(setup.layout)
+        producer = ProducerService(
+            listener,
+            setup.clock,
+            setup.layout,
+            encoded,
+            setup.software,
+            transport.name,
+            registration,
+            setup.config.lease_s,
+            setup.memory,
+        )
+        consumer = ConsumerService(
+            context,
+            poller,
+            setup.clock,
+            setup.config,
+            setup.layout,
+            encoded,
+            setup.software,
+            transport,
+            setup.memory,
+            setup.tamper,
+        )
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(listener, zmq.POLLIN)
+        self._address = RankAddress(setup.host, port, setup.layout.epoch)
+        self._started.set()
+        while not self._stopping.is_set():
+            try:
+                self._turn(poller, listener, producer, consumer)
+            except Exception:
+                # A defect. Whatever it was, other hand-offs must go on and leases must end.
+                logger.exception("error on the ferry thread; it goes on")
+        consumer.close()
+        listener.close(linger=0)
+        transport.close()
+        context.destroy(linger=1000)
+
+    def _turn(
+        self,
+        poller: zmq.Poller,
+        listener: "zmq.Socket[bytes]",
+        producer: ProducerService,
+        consumer: ConsumerService,
+    ) -> None:
+        events = poller.poll(self._wait_ms(producer, consumer))
+        for socket, _ in events:
+            if socket == self._wake:
+                os.eventfd_read(self._wake)
+            elif socket is listener:
+                producer.receive()
+            else:
+                consumer.receive(socket)
+        self._take_orders(producer, consumer)
+        consumer.advance()
+        consumer.tick()
+        producer.tick()
+        self._publish(producer, consumer)
+
+    def _wait_ms(self, producer: ProducerService, consumer: ConsumerService) -> int:
+        if consumer.moving:
+            self._quick_polls += 1
+            return 0 if self._quick_polls < QUICK_POLLS else 1
+        self._quick_polls = 0
+        if consumer.reading_count:
+            return 1  # waits for a link or a fence
+        if producer.ledger.open_count or producer.ledger.parked_count or consumer.link_count:
+            return int(IDLE_WAIT_S * 1000)
+        return 60_000
+
+    def _take_orders(self, producer: ProducerService, consumer: ConsumerService) -> None:
+        while self._inbox:
+            orders, fence = self._inbox.popleft()
+            for grant in orders.grants:
+                producer.grant(grant)
+            for open_order in orders.opens:
+                consumer.open(open_order)
+            for load in orders.loads:
+                consumer.load(load, fence)
+            for close in orders.closes:
+                consumer.close_handoff(close)
+
+    def _publish(self, producer: ProducerService, consumer: ConsumerService) -> None:
+        self._open_count = producer.ledger.open_count + consumer.open_count
+        sent, ended, lost = producer.take_finished(), consumer.take_ended(), consumer.take_lost()
+        if not (sent or ended or lost):
+            return
+        received = [e.report.request_id for e in ended if e.had_blocks]
+        failed = [
+            e.report.request_id for e in ended if e.had_blocks and e.report.outcome is not Outcome.RECEIVED
+        ]
+        for e in ended:
+            _log(e.report)
+        with self._lock:
+            before = self._results
+            self._results = Results(
+                sent=before.sent.union(sent),
+                received=before.received.union(received),
+                failed=before.failed.union(failed),
+                lost=before.lost.union(lost),
+                reports=before.reports + tuple(e.report for e in ended),
+            )
+
+    def _give_up(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        listener: "zmq.Socket[bytes]",
+        error: StateFerryError,
+    ) -> None:
+        listener.close(linger=0)
+        context.destroy(linger=0)
+        self._start_error = error
+        self._started.set()
+
+
+def _bind(listener: "zmq.Socket[bytes]", bind_host: str, port: int) -> int:
+    listener.setsockopt(zmq.LINGER, 0)
+    listener.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    listener.setsockopt(zmq.IPV6, 1 if ":" in bind_host else 0)
+    host = f"[{bind_host}]" if ":" in bind_host else bind_host
+    try:
+        listener.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as e:
+        raise ConfigError(
+            f"cannot listen on {bind_host}:{port or '(any port)'}: {e}. Set 'port' (0: the system picks) or "
+            "'bind_host' in kv_connector_extra_config"
+        ) from e
+    endpoint = listener.getsockopt_string(zmq.LAST_ENDPOINT)
+    return int(endpoint.rpartition(":")[2])
+
+
+def _log(report: Report) -> None:
+    """One line per hand-off: loud when it failed."""
+    level = logging.WARNING if report.outcome is Outcome.FAILED else logging.DEBUG
+    logger.log(
+        level,
+        "hand-off %s request=%s transfer=%s tokens=%d bytes=%s pieces=%d waited_ms=%.1f post_ms=%.1f "
+        "wire_ms=%.1f total_ms=%.1f reason=%s",
+        report.outcome.value,
+        report.request_id,
+        report.transfer_id,
+        report.tokens,
+        report.bytes_by_group,
+        report.pieces,
+        report.waited_s * 1e3,
+        report.post_s * 1e3,
+        report.wire_s * 1e3,
+        report.total_s * 1e3,
+        report.reason or "-",
+    )

@@ -1,0 +1,143 @@
+"""A consumer rank's connection to one producer rank, for one life of it.
+
+greeting --Welcome, layouts fit, transport connects--> ready
+    |
+    +--Refusal, mismatch, deadline, transport refuses--> failed (tried again after a pause)
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+import zmq
+
+from stateferry.config import Config
+from stateferry.errors import LayoutError, ProtocolError, StateFerryError
+from stateferry.ids import RequestId
+from stateferry.layout.fingerprint import compare, decode_layout
+from stateferry.layout.plan import Plan, make_plan
+from stateferry.layout.spec import CacheLayout
+from stateferry.transport.base import Peer, Transport
+from stateferry.wire import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    RankAddress,
+    Refusal,
+    Renewal,
+    Welcome,
+    encode_message,
+)
+
+
+class LinkState(enum.Enum):
+    """Whether hand-offs can go over a link."""
+
+    GREETING = "greeting"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Link:
+    """One producer rank as this consumer rank knows it. Ferry thread only."""
+
+    address: RankAddress
+    socket: "zmq.Socket[bytes]"
+    deadline_s: float
+    """Of the hand-shake while greeting; when to try again once failed."""
+    state: LinkState = LinkState.GREETING
+    reason: str = ""
+    plan: Plan | None = None
+    digest_plan: Plan | None = None
+    peer: Peer | None = None
+    requests: set[RequestId] = field(default_factory=set)
+    """Hand-offs that are open over this link."""
+    claims_sent_s: dict[RequestId, float] = field(default_factory=dict)
+    renewals_sent_s: dict[int, float] = field(default_factory=dict)
+    """Unanswered renewals by sequence number; at most a few (see `RENEWALS_PER_LEASE`)."""
+    sequence: int = 0
+    next_renewal_s: float = float("inf")
+    idle_since_s: float = 0.0
+
+    def send(self, message: Message) -> bool:
+        """Queue a message without waiting. False: the queue is full, the peer is gone or stuck."""
+        try:
+            self.socket.send(encode_message(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def greet(self, layout: CacheLayout, encoded: bytes, transport_name: str, software: str) -> None:
+        """Send the first message."""
+        self.send(
+            Hello(
+                protocol=PROTOCOL_VERSION,
+                software=software,
+                engine_id=layout.engine_id,
+                epoch=layout.epoch,
+                expects_epoch=self.address.epoch,
+                transport=transport_name,
+                layout=encoded,
+            )
+        )
+
+    def welcomed(
+        self, answer: Welcome | Refusal, ours: CacheLayout, transport: Transport, config: Config
+    ) -> None:
+        """Judge the producer's answer: the link is then ready or failed. Never raises StateFerryError."""
+        try:
+            self._accept(answer, ours, transport, config)
+            self.state = LinkState.READY
+        except (StateFerryError, ValueError) as e:
+            self.fail(str(e))
+
+    def fail(self, reason: str) -> None:
+        """No hand-off can go over this link now."""
+        self.state = LinkState.FAILED
+        self.reason = f"producer rank at {self.address.host}:{self.address.port}: {reason}"
+
+    def renew(self, renewal: Renewal, now_s: float) -> None:
+        """Send a renewal and remember when."""
+        self.renewals_sent_s[renewal.sequence] = now_s
+        while len(self.renewals_sent_s) > 8:
+            self.renewals_sent_s.pop(next(iter(self.renewals_sent_s)))
+        self.send(renewal)
+
+    def close(self) -> None:
+        """Forget the peer. No transfer over it may be pending."""
+        if self.peer is not None:
+            self.peer.close()
+            self.peer = None
+        self.socket.close(linger=1000)
+
+    def _accept(
+        self, answer: Welcome | Refusal, ours: CacheLayout, transport: Transport, config: Config
+    ) -> None:
+        if isinstance(answer, Refusal):
+            raise ProtocolError(answer.reason)
+        if answer.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(f"speaks protocol {answer.protocol}, this engine speaks {PROTOCOL_VERSION}")
+        if answer.epoch != self.address.epoch:
+            raise ProtocolError(f"is in epoch {answer.epoch}; the offer was made in {self.address.epoch}")
+        theirs = decode_layout(answer.layout)
+        if theirs.engine_id != answer.engine_id or theirs.epoch != answer.epoch:
+            raise LayoutError("sent the layout of another engine or epoch")
+        compare(ours, theirs)
+        self.digest_plan = make_plan(ours, theirs)
+        self.plan = make_plan(ours, theirs, merge=False) if config.testing else self.digest_plan
+        self.peer = transport.connect(answer.registration, config.handshake_timeout_s)
+
+
+def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress) -> "zmq.Socket[bytes]":
+    """A socket that connects in the background and never blocks. Bad addresses raise ZMQError."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.IMMEDIATE, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
+    socket.connect(f"tcp://{host}:{address.port}")
+    return socket

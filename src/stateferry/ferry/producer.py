@@ -1,0 +1,200 @@
+"""The producer's half of the ferry: answers consumers on one socket and ends leases.
+
+Everything that arrives is untrusted: what cannot be read is dropped and counted, what cannot be
+granted is refused with a reason. Nothing here ends the thread.
+"""
+
+import logging
+from collections import OrderedDict
+
+import zmq
+
+from stateferry.errors import StateFerryError
+from stateferry.ferry.memory import LocalMemory
+from stateferry.ids import Epoch, RequestId
+from stateferry.layout.digest import bytes_digest
+from stateferry.layout.fingerprint import decode_layout
+from stateferry.layout.plan import Plan, make_plan
+from stateferry.layout.spec import CacheLayout
+from stateferry.session import Clock, Grant, Ledger
+from stateferry.wire import (
+    PROTOCOL_VERSION,
+    Claim,
+    DigestAnswer,
+    DigestRequest,
+    Hello,
+    Message,
+    Refusal,
+    Release,
+    Renewal,
+    Welcome,
+    decode_message,
+    encode_message,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSUMERS = 1024
+"""Consumers whose plans are remembered; the least recently heard of is forgotten first."""
+
+
+class ProducerService:
+    """Owns the ledger and the listening socket's traffic. Ferry thread only."""
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        clock: Clock,
+        layout: CacheLayout,
+        encoded_layout: bytes,
+        software: str,
+        transport_name: str,
+        registration: bytes,
+        lease_s: float,
+        memory: LocalMemory,
+    ) -> None:
+        self.ledger = Ledger(layout.epoch, layout.tp_size, lease_s)
+        self.unreadable_messages = 0
+        self._socket = socket
+        self._clock = clock
+        self._layout = layout
+        self._encoded_layout = encoded_layout
+        self._software = software
+        self._transport_name = transport_name
+        self._registration = registration
+        self._memory = memory
+        self._consumers: OrderedDict[bytes, CacheLayout] = OrderedDict()
+        self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+
+    def grant(self, grant: Grant) -> None:
+        """Keep a request's blocks; answer claims that came before."""
+        for sender, answer in self.ledger.grant(grant, self._clock.now_s()):
+            self._send(sender, answer)
+
+    def receive(self) -> None:
+        """Answer everything that has arrived."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(frames)
+
+    def tick(self) -> None:
+        """End what nobody renewed."""
+        ended, answers = self.ledger.expire(self._clock.now_s())
+        for holding in ended:
+            logger.warning(
+                "lease of transfer %s (request %s, claimed by %s) ended: blocks go back without a release. "
+                "Consumer gone, or lease_s too short for its queue",
+                holding.grant.transfer_id,
+                holding.grant.request_id,
+                holding.claimant or "nobody",
+            )
+        for sender, answer in answers:
+            self._send(sender, answer)
+
+    def take_finished(self) -> list[RequestId]:
+        """Requests whose blocks may be freed."""
+        return self.ledger.take_finished()
+
+    def _handle(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self.unreadable_messages += 1
+            return
+        sender, frame = frames
+        try:
+            message = decode_message(frame)
+            answer = self._answer(sender, message)
+        except (StateFerryError, ValueError) as e:
+            self.unreadable_messages += 1
+            logger.warning("refused a control message: %s", e)
+            answer = Refusal(reason=str(e)[:1024], epoch=self._layout.epoch)
+        if answer is not None:
+            self._send(sender, answer)
+
+    def _answer(self, sender: bytes, message: Message) -> Message | None:
+        now_s = self._clock.now_s()
+        if isinstance(message, Hello):
+            return self._greet(sender, message)
+        if isinstance(message, Claim | Renewal | Release | DigestRequest):
+            if message.epoch != self._layout.epoch:
+                return self._restarted(message.epoch)
+            if isinstance(message, Claim):
+                return self.ledger.claim(message, sender, now_s)
+            if isinstance(message, Renewal):
+                return self.ledger.renew(message, now_s)
+            if isinstance(message, Release):
+                return self.ledger.release(message)
+            return self._digest(sender, message)
+        return Refusal(reason=f"{type(message).__name__} is not a question", epoch=self._layout.epoch)
+
+    def _restarted(self, asked_for: Epoch) -> Refusal:
+        epoch = self._layout.epoch
+        return Refusal(
+            reason=f"this engine is in epoch {epoch}, not {asked_for}: it was restarted", epoch=epoch
+        )
+
+    def _greet(self, sender: bytes, hello: Hello) -> Message:
+        epoch = self._layout.epoch
+        if hello.protocol != PROTOCOL_VERSION:
+            reason = f"protocol {hello.protocol} asked for, {PROTOCOL_VERSION} spoken here ({self._software})"
+            return Refusal(reason=reason, epoch=epoch)
+        if hello.expects_epoch != epoch:
+            return self._restarted(hello.expects_epoch)
+        if hello.transport != self._transport_name:
+            reason = (
+                f"this engine moves bytes with {self._transport_name!r}, the consumer with "
+                f"{hello.transport!r}: set the same 'transport' on both"
+            )
+            return Refusal(reason=reason, epoch=epoch)
+        self._consumers[sender] = decode_layout(hello.layout)
+        self._plans.pop(sender, None)
+        while len(self._consumers) > MAX_CONSUMERS:
+            forgotten, _ = self._consumers.popitem(last=False)
+            self._plans.pop(forgotten, None)
+        return Welcome(
+            protocol=PROTOCOL_VERSION,
+            software=self._software,
+            engine_id=self._layout.engine_id,
+            epoch=epoch,
+            layout=self._encoded_layout,
+            registration=self._registration,
+        )
+
+    def _digest(self, sender: bytes, request: DigestRequest) -> DigestAnswer:
+        """Hash what this side thinks was to be read: its own blocks by position, its own plan."""
+        holding = self.ledger.holding(request.transfer_id)
+        if holding is None:
+            return DigestAnswer(transfer_id=request.transfer_id, reason="the offer is not held any more")
+        plan = self._plan_for(sender)
+        digests = []
+        for group, first, count in zip(
+            request.groups, request.first_blocks, request.block_counts, strict=True
+        ):
+            if not 0 <= group < len(holding.grant.block_ids):
+                return DigestAnswer(transfer_id=request.transfer_id, reason=f"there is no group {group}")
+            start = first - holding.grant.first_blocks[group]
+            ids = holding.grant.block_ids[group][start : start + count]
+            if start < 0 or len(ids) != count:
+                reason = f"group {group} has no blocks at positions {first} to {first + count - 1}"
+                return DigestAnswer(transfer_id=request.transfer_id, reason=reason)
+            digests.append(bytes_digest(plan.pieces(group, [0] * count, ids), "remote", self._memory.read))
+        return DigestAnswer(transfer_id=request.transfer_id, digests=tuple(digests))
+
+    def _plan_for(self, sender: bytes) -> Plan:
+        plan = self._plans.get(sender)
+        if plan is None:
+            consumer = self._consumers.get(sender)
+            if consumer is None:
+                raise ValueError("a digest was asked for before a hand-shake")
+            plan = self._plans[sender] = make_plan(consumer, self._layout)
+        return plan
+
+    def _send(self, receiver: object, message: Message) -> None:
+        """Answer without waiting. A consumer that went away is not an error."""
+        assert isinstance(receiver, bytes)
+        try:
+            self._socket.send_multipart([receiver, encode_message(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as e:
+            logger.debug("answer dropped, the consumer is gone: %s", e)

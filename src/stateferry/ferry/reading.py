@@ -1,0 +1,217 @@
+"""One hand-off that has blocks: from vLLM's load order to its outcome.
+
+wait for links and fence -> plan -> post -> poll -> digests (if asked) -> settle
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from stateferry.config import Config, Verify
+from stateferry.ferry.link import Link, LinkState
+from stateferry.ferry.memory import LocalMemory
+from stateferry.layout.blocks import concatenate, merge
+from stateferry.layout.digest import bytes_digest
+from stateferry.layout.plan import Plan
+from stateferry.layout.spec import CacheLayout, GroupKind, Pieces
+from stateferry.session import Clock, GroupLoad, Handoff, Outcome, ReadStatus, Report
+from stateferry.transport.base import Transfer, TransferState
+from stateferry.wire import DigestAnswer, DigestRequest
+
+logger = logging.getLogger(__name__)
+
+Fence = Callable[[], bool]
+"""True once earlier device work can no longer write into the destination blocks. Does not block."""
+
+Tamper = Callable[[dict[str, object], CacheLayout, Plan, tuple[GroupLoad, ...]], list[Pieces]]
+"""Damage on purpose: (what to do, our layout, plan with one tensor a strip, loads) -> pieces a group."""
+
+
+def no_fence() -> bool:
+    """For memory that only the CPU writes."""
+    return True
+
+
+@dataclass(slots=True)
+class Reading:
+    """What is known of one load. Ferry thread only."""
+
+    handoff: Handoff
+    fence: Fence
+    ordered_s: float
+    transfers: list[Transfer] = field(default_factory=list)
+    posted: bool = False
+    posted_s: float = 0.0
+    post_s: float = 0.0
+    done_s: float = 0.0
+    pieces: int = 0
+    bytes_by_group: tuple[int, ...] = ()
+    expected_digests: dict[int, tuple[str, ...]] | None = None
+    """Our own digests by producer rank, once the bytes are in; None before, or if none are needed."""
+    verified: bool = False
+    cancelled: bool = False
+
+    def advance(
+        self,
+        links: Sequence[Link],
+        layout: CacheLayout,
+        memory: LocalMemory,
+        config: Config,
+        tamper: Tamper | None,
+        clock: Clock,
+    ) -> None:
+        """Do what can be done now. Errors end up in the hand-off, not in the caller."""
+        if not self.posted:
+            ready = all(link.state is LinkState.READY for link in links)
+            if ready and not self.handoff.failure and not self.cancelled and self.fence():
+                self._post(links, layout, memory, config, tamper, clock)
+            return
+        if not self.done_s and self._status().done:
+            self.done_s = clock.now_s()
+            if config.verify is Verify.OFF:
+                self.verified = True
+            elif not self.handoff.failure:
+                self._ask_digests(links, layout, memory, config)
+
+    def settle(self, now_s: float) -> Outcome | None:
+        """The outcome, if this hand-off is over."""
+        return self.handoff.settle(now_s, self._status() if self.posted else None, self.verified)
+
+    def cancel(self) -> None:
+        """Stop early where the library can."""
+        self.cancelled = True
+        for transfer in self.transfers:
+            transfer.cancel()
+
+    def digest_answered(self, link: Link, answer: DigestAnswer) -> None:
+        """Compare the producer's digests with ours; the last good one makes the hand-off verified."""
+        if self.expected_digests is None:
+            return
+        rank = self.handoff.offer.ranks.index(link.address)
+        expected = self.expected_digests.pop(rank, None)
+        if answer.reason:
+            self.handoff.fail(f"producer rank {rank} gave no digest: {answer.reason}")
+        elif expected is not None and expected != answer.digests:
+            groups = [i for i, (a, b) in enumerate(zip(expected, answer.digests, strict=False)) if a != b]
+            self.handoff.fail(
+                f"digests of entries {groups} of transfer {self.handoff.offer.transfer_id} differ: the "
+                "bytes that arrived are not the bytes that were computed"
+            )
+        elif not self.expected_digests:
+            self.verified = True
+
+    def report(self, outcome: Outcome, now_s: float) -> Report:
+        """What this hand-off leaves behind."""
+        return Report(
+            request_id=self.handoff.request_id,
+            transfer_id=self.handoff.offer.transfer_id,
+            outcome=outcome,
+            reason=self.handoff.failure,
+            tokens=self.handoff.offer.num_tokens,
+            bytes_by_group=self.bytes_by_group,
+            pieces=self.pieces,
+            waited_s=(self.posted_s or now_s) - self.ordered_s,
+            post_s=self.post_s,
+            wire_s=(self.done_s or now_s) - self.posted_s if self.posted else 0.0,
+            total_s=now_s - self.ordered_s,
+        )
+
+    def _status(self) -> ReadStatus:
+        states = [t.poll() for t in self.transfers]
+        error = next(
+            (t.error for t, s in zip(self.transfers, states, strict=True) if s is TransferState.FAILED), ""
+        )
+        if error:
+            for transfer in self.transfers:
+                transfer.cancel()
+        done = all(s is TransferState.DONE for s in states)
+        arrived = sum(t.bytes_done for t in self.transfers)
+        if done and arrived != sum(self.bytes_by_group):
+            error = f"{arrived} bytes arrived, {sum(self.bytes_by_group)} were expected"
+        return ReadStatus(done=done, quiet=all(t.quiet for t in self.transfers), error=error)
+
+    def _post(
+        self,
+        links: Sequence[Link],
+        layout: CacheLayout,
+        memory: LocalMemory,
+        config: Config,
+        tamper: Tamper | None,
+        clock: Clock,
+    ) -> None:
+        load, offer = self.handoff.load, self.handoff.offer
+        assert load is not None
+        try:
+            by_link = [_plan_pieces(link.plan, load.groups) for link in links]
+            self.bytes_by_group = _check_bytes(layout, load.groups, by_link)
+            if config.testing:
+                for pieces in by_link:
+                    memory.fill(concatenate(pieces), 0x00 if offer.tamper else 0xFF)
+            if config.testing and tamper is not None and offer.tamper is not None:
+                by_link = [
+                    tamper(offer.tamper, layout, link.plan, load.groups) for link in links if link.plan
+                ]
+                self.bytes_by_group = tuple(
+                    sum(pieces[i].total_bytes for pieces in by_link) for i in range(len(load.groups))
+                )
+            batches = [merge(concatenate(pieces)) for pieces in by_link]
+            self.posted_s = clock.now_s()
+            for link, batch in zip(links, batches, strict=True):
+                assert link.peer is not None
+                self.transfers.append(link.peer.post_read(batch))
+                self.posted = True
+            self.post_s = clock.now_s() - self.posted_s
+            self.pieces = sum(len(batch) for batch in batches)
+        except Exception as e:  # a plan that does not fit must fail this request, not the thread
+            logger.exception("could not post the reads of request %s", self.handoff.request_id)
+            self.handoff.fail(f"could not post: {e}")
+
+    def _ask_digests(
+        self, links: Sequence[Link], layout: CacheLayout, memory: LocalMemory, config: Config
+    ) -> None:
+        load = self.handoff.load
+        assert load is not None
+        groups = [
+            g
+            for g in load.groups
+            if config.verify is Verify.ALL or layout.groups[g.group].kind is GroupKind.STATE
+        ]
+        self.expected_digests = {}
+        for rank, link in zip(self.handoff.ranks, links, strict=True):
+            self.expected_digests[rank] = tuple(
+                bytes_digest(pieces, "local", memory.read)
+                for pieces in _plan_pieces(link.digest_plan, groups)
+            )
+            link.send(
+                DigestRequest(
+                    epoch=link.address.epoch,
+                    transfer_id=self.handoff.offer.transfer_id,
+                    groups=tuple(g.group for g in groups),
+                    first_blocks=tuple(g.first_block for g in groups),
+                    block_counts=tuple(len(g.remote_block_ids) for g in groups),
+                )
+            )
+
+
+def _plan_pieces(plan: Plan | None, groups: Sequence[GroupLoad]) -> list[Pieces]:
+    assert plan is not None
+    return [plan.pieces(g.group, g.local_block_ids, g.remote_block_ids) for g in groups]
+
+
+def _check_bytes(
+    layout: CacheLayout, groups: Sequence[GroupLoad], by_link: Sequence[Sequence[Pieces]]
+) -> tuple[int, ...]:
+    """Bytes per group as our own layout says, which all links together must fill exactly.
+
+    Raises ValueError where they do not: a block would keep stale bytes.
+    """
+    totals = []
+    for i, load in enumerate(groups):
+        expected = len(load.local_block_ids) * sum(
+            t.block_bytes for layer in layout.groups[load.group].layers for t in layer.tensors
+        )
+        planned = sum(pieces[i].total_bytes for pieces in by_link)
+        if planned != expected:
+            raise ValueError(f"group {load.group}: {planned} bytes planned, its blocks hold {expected}")
+        totals.append(planned)
+    return tuple(totals)
