@@ -1,0 +1,30 @@
+# Everything a newcomer or CI needs. `make help` lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test check gate clean
+
+help: ## Say what the targets do
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+setup: ## Make .venv with everything pinned; quick when it is up to date
+	@$(PYTHON) tools/setup.py
+
+demo: setup ## Serve the bundled model over two engines and show what moves
+	@$(BIN)/stateferry demo $(ARGS)
+
+check: setup ## Lint, formatting, types, size table
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python tools/check_sizes.py
+
+test: check ## Set-up, checks and the whole test suite (real engines: minutes)
+	$(BIN)/python -m pytest tests -m "not by_hand" -q --durations=10 $(PYTEST_ARGS)
+
+gate: setup ## The accuracy gate on the bundled model; ARGS=--full for the long one
+	@$(BIN)/stateferry gate $(ARGS)
+
+clean: ## Remove .venv and all caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

