@@ -4,8 +4,9 @@ wait for links and fence -> plan -> post -> poll -> digests (if asked) -> settle
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stateferry.config import Config, Verify
 from stateferry.ferry.link import Link, LinkState
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 Fence = Callable[[], bool]
 """True once earlier device work can no longer write into the destination blocks. Does not block."""
 
-Tamper = Callable[[dict[str, object], CacheLayout, Plan, tuple[GroupLoad, ...]], list[Pieces]]
+Tamper = Callable[[Mapping[str, Any], CacheLayout, Plan, tuple[GroupLoad, ...]], list[Pieces]]
 """Damage on purpose: (what to do, our layout, plan with one tensor a strip, loads) -> pieces a group."""
 
 
@@ -108,7 +109,8 @@ class Reading:
             outcome=outcome,
             reason=self.handoff.failure,
             tokens=self.handoff.offer.num_tokens,
-            bytes_by_group=self.bytes_by_group,
+            groups=tuple(g.group for g in load.groups) if (load := self.handoff.load) else (),
+            bytes_by_group=self.bytes_by_group or (0,) * (len(load.groups) if load else 0),
             pieces=self.pieces,
             waited_s=(self.posted_s or now_s) - self.ordered_s,
             post_s=self.post_s,

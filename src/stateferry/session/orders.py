@@ -49,6 +49,8 @@ class Load:
     local_tokens: int
     """Tokens that came from the local prefix cache; their blocks are not destinations."""
     groups: tuple[GroupLoad, ...]
+    problem: str = ""
+    """Why this load cannot be done. vLLM waits for it all the same, so it is ordered and fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ class Report:
     reason: str = ""
     tokens: int = 0
     """Tokens that need not be computed here."""
+    groups: tuple[int, ...] = ()
     bytes_by_group: tuple[int, ...] = ()
+    """Received bytes, per entry of `groups`."""
     pieces: int = 0
     """Descriptors posted, after merging."""
     waited_s: float = 0.0

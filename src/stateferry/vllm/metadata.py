@@ -1,0 +1,41 @@
+"""What vLLM carries between our two halves: it pickles these, so they are plain values."""
+
+from dataclasses import dataclass, field
+
+from stateferry.ids import RequestId
+from stateferry.session import Orders, Report
+from stateferry.vllm.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from stateferry.wire import RankAddress
+
+
+@dataclass
+class StateFerryMetadata(KVConnectorMetadata):
+    """One step's orders, scheduler half to every worker half."""
+
+    step: int
+    """Counts up: vLLM shows the same metadata to several hooks, orders are taken once."""
+    orders: Orders
+
+
+@dataclass
+class StateFerryHandshake(KVConnectorHandshakeMetadata):
+    """One worker's address, worker half to the producer's scheduler half, before any request."""
+
+    address: RankAddress
+
+
+@dataclass
+class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
+    """What ended since the last step, every worker half to the scheduler half."""
+
+    reports: tuple[Report, ...] = ()
+    lost: frozenset[RequestId] = field(default_factory=frozenset)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Both workers' news."""
+        assert isinstance(other, StateFerryWorkerMetadata)
+        return StateFerryWorkerMetadata(self.reports + other.reports, self.lost | other.lost)

@@ -1,0 +1,271 @@
+"""The half that lives in vLLM's scheduler process: decides what is offered, claimed and loaded.
+
+It never waits and talks to no peer. Orders leave with a step's metadata; news come back with the
+workers' output. vLLM calls everything here on the engine core's thread.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stateferry.config import Config
+from stateferry.errors import LayoutError, ProtocolError
+from stateferry.ids import EngineId, RequestId, new_transfer_id
+from stateferry.layout.blocks import needed_blocks, pair
+from stateferry.layout.spec import Group, GroupKind
+from stateferry.session import Close, Grant, GroupLoad, Load, Open, Orders, Outcome, Report
+from stateferry.vllm.compat import RequestStatus
+from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
+from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
+from stateferry.wire import Offer, RankAddress, is_decode_leg, is_prefill_leg, offer_to_params, parse_offer
+
+logger = logging.getLogger(__name__)
+
+OURS = "stateferry"
+Finished = tuple[bool, dict[str, Any] | None]
+"""Whether vLLM keeps the blocks until we report them sent; what the response carries."""
+
+
+@dataclass(slots=True)
+class Claimable:
+    """What this half knows of a decode leg's offer."""
+
+    offer: Offer
+    loading: bool = False
+    """Blocks were ordered: the offer is used up, whatever becomes of it."""
+    lost: bool = False
+    reports: tuple[Report, ...] = ()
+    """One per rank, when it is over."""
+
+
+class SchedulerHalf:
+    """One per engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine_id: EngineId,
+        groups: tuple[Group, ...],
+        hash_block_tokens: int | None,
+        *,
+        produces: bool,
+        consumes: bool,
+    ) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._groups = groups
+        self._hash_block_tokens = hash_block_tokens
+        self._produces = produces
+        self._consumes = consumes
+        self._has_state = any(g.kind is GroupKind.STATE and g.transfers for g in groups)
+        self._ranks: tuple[RankAddress, ...] = ()
+        self._claimable: dict[RequestId, Claimable] = {}
+        self._prefills: dict[RequestId, str] = {}
+        """Prefill legs that run, with why their result will not be offered ("": it will)."""
+        self._grants: list[Grant] = []
+        self._opens: list[Open] = []
+        self._loads: list[Load] = []
+        self._closes: list[Close] = []
+        self._step = 0
+
+    def set_ranks(self, ranks: Sequence[RankAddress]) -> None:
+        """Where this engine's workers listen, by tensor-parallel rank."""
+        self._ranks = tuple(ranks)
+
+    @property
+    def open_count(self) -> int:
+        """Prefill and decode legs that are not finished here."""
+        return len(self._claimable) + len(self._prefills)
+
+    # -- a request arrives -----------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Cut a prefill leg's prompt; open a decode leg's offer."""
+        params = request.kv_transfer_params
+        if self._produces and is_prefill_leg(params):
+            reason = why_not_offered(request)
+            self._prefills[RequestId(request.request_id)] = reason
+            if self._has_state and not reason:
+                cut_last_token(request, self._hash_block_tokens)
+            request.max_tokens = 1
+        elif self._consumes and is_decode_leg(params):
+            self._open(request, params)
+
+    def _open(self, request: Any, params: dict[str, Any]) -> None:
+        try:
+            offer = parse_offer(params)
+            self._check_offer(request, offer)
+        except (ProtocolError, LayoutError) as e:
+            logger.warning("request=%s is computed here: %s", request.request_id, e)
+            return
+        if not self._config.testing and offer.tamper is not None:
+            offer = msgspec.structs.replace(offer, tamper=None)
+        request_id = RequestId(request.request_id)
+        self._claimable[request_id] = Claimable(offer)
+        self._opens.append(Open(request_id, offer))
+
+    def _check_offer(self, request: Any, offer: Offer) -> None:
+        """Raise unless the offer is for this very prompt and describes every block that is needed."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            raise ProtocolError("its prompt has embeddings, which no offer covers")
+        if offer.num_tokens >= request.num_prompt_tokens:
+            raise ProtocolError(
+                f"the offer covers {offer.num_tokens} tokens, the prompt has {request.num_prompt_tokens}: "
+                "at least one token must be left to compute"
+            )
+        if digest_of_prefix(request, offer.num_tokens) != offer.prefix_digest:
+            raise ProtocolError(
+                f"the offer is for another prompt: digest of the first {offer.num_tokens} tokens differs"
+            )
+        if len(offer.block_ids) != len(self._groups):
+            raise LayoutError(
+                f"the offer has {len(offer.block_ids)} KV-cache groups, this engine has {len(self._groups)}: "
+                "run the same model with the same flags on both engines"
+            )
+        for group, table, first in zip(self._groups, offer.block_ids, offer.first_blocks, strict=True):
+            if group.transfers:
+                positions = needed_blocks(group, 0, offer.num_tokens)
+                pair(group, positions, [1] * positions.stop, table, first)
+
+    # -- vLLM schedules it -----------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+        """How many tokens past the local prefix will be loaded. Claims only a live, unused offer."""
+        claimable = self._claimable.get(request.request_id)
+        if claimable is None or claimable.loading or claimable.lost:
+            return 0, False
+        external = claimable.offer.num_tokens - local_tokens
+        return (external, True) if external > 0 else (0, False)
+
+    def blocks_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Order the load; or give the offer back when vLLM wants nothing from it."""
+        request_id = RequestId(request.request_id)
+        claimable = self._claimable.get(request_id)
+        if claimable is None or claimable.loading:
+            return
+        claimable.loading = True
+        if external_tokens == 0:
+            self._closes.append(Close(request_id))
+            return
+        local_tokens = claimable.offer.num_tokens - external_tokens
+        try:
+            loads = self._group_loads(claimable.offer, blocks, local_tokens)
+            self._loads.append(Load(request_id, local_tokens, loads))
+        except LayoutError as e:
+            # vLLM waits for these blocks now, so it must hear of them from the ferry.
+            self._loads.append(Load(request_id, local_tokens, (), problem=str(e)))
+
+    def _group_loads(self, offer: Offer, blocks: Any, local_tokens: int) -> tuple[GroupLoad, ...]:
+        loads = []
+        for index, group in enumerate(self._groups):
+            positions = needed_blocks(group, local_tokens, offer.num_tokens) if group.transfers else range(0)
+            if not positions:
+                continue
+            local_table = [b.block_id for b in blocks.blocks[index]]
+            local, remote = pair(
+                group, positions, local_table, offer.block_ids[index], offer.first_blocks[index]
+            )
+            destinations = blocks.blocks[index][positions.start : positions.stop]
+            shared = next((b.block_id for b in destinations if b.ref_cnt > 1), None)
+            if shared is not None:
+                raise LayoutError(f"group {index}: block {shared} is shared with another request")
+            loads.append(GroupLoad(index, positions.start, tuple(local.tolist()), tuple(remote.tolist())))
+        return tuple(loads)
+
+    def take_metadata(self) -> StateFerryMetadata:
+        """This step's orders."""
+        self._step += 1
+        orders = Orders(tuple(self._grants), tuple(self._opens), tuple(self._loads), tuple(self._closes))
+        self._grants, self._opens, self._loads, self._closes = [], [], [], []
+        return StateFerryMetadata(self._step, orders)
+
+    # -- news from the workers -------------------------------------------------------------------
+
+    def heard(self, news: StateFerryWorkerMetadata) -> None:
+        """Remember how hand-offs ended, and which offers are worth nothing any more."""
+        for request_id in news.lost:
+            if request_id in self._claimable:
+                self._claimable[request_id].lost = True
+        for report in news.reports:
+            claimable = self._claimable.get(report.request_id)
+            if claimable is not None:
+                claimable.reports += (report,)
+
+    # -- it finishes -----------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> Finished:
+        """Offer a finished prefill; end a decode leg. True: the blocks stay until reported sent."""
+        request_id = RequestId(request.request_id)
+        claimable = self._claimable.pop(request_id, None)
+        if claimable is not None:
+            self._closes.append(Close(request_id))
+            return False, self._received(claimable)
+        reason = self._prefills.pop(request_id, None)
+        return (False, None) if reason is None else self._offer(request, block_ids, reason)
+
+    def _offer(self, request: Any, block_ids: tuple[list[int], ...], reason: str) -> Finished:
+        # Nothing but a whole prefix may be offered; a stop token as P's only token does no harm to it.
+        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return False, None
+        num_tokens = request.num_prompt_tokens - (0 if self._has_state else 1)
+        tables: list[tuple[int, ...]] = []
+        firsts: list[int] = []
+        try:
+            if reason or not self._ranks:
+                raise LayoutError(reason or "this engine's workers have published no address")
+            for group, table in zip(self._groups, block_ids, strict=True):
+                positions = needed_blocks(group, 0, num_tokens) if group.transfers else range(0)
+                ids, _ = pair(group, positions, table, table, 0)
+                tables.append(tuple(ids.tolist()))
+                firsts.append(positions.start)
+        except LayoutError as e:
+            logger.info("request=%s is not offered: %s", request.request_id, e)
+            return False, {
+                "do_remote_prefill": False,
+                "do_remote_decode": False,
+                OURS: {"not_offered": str(e)},
+            }
+        offer = Offer(
+            transfer_id=new_transfer_id(),
+            engine_id=self._engine_id,
+            request_id=RequestId(request.request_id),
+            num_tokens=num_tokens,
+            block_ids=tuple(tables),
+            first_blocks=tuple(firsts),
+            prefix_digest=digest_of_prefix(request, num_tokens),
+            lease_s=self._config.lease_s,
+            ranks=self._ranks,
+        )
+        self._grants.append(
+            Grant(offer.request_id, offer.transfer_id, num_tokens, offer.block_ids, offer.first_blocks)
+        )
+        return True, offer_to_params(offer)
+
+    def _received(self, claimable: Claimable) -> dict[str, Any]:
+        """What a decode leg's response says of its hand-off, summed over ranks."""
+        reports = claimable.reports
+        worst = next((r for r in reports if r.outcome is not Outcome.RECEIVED), None)
+        if not reports:
+            return {OURS: {"received": {"outcome": "unused"}}}
+        bytes_by_kind: dict[str, int] = {}
+        for report in reports:
+            for group, size in zip(report.groups, report.bytes_by_group, strict=True):
+                kind = self._groups[group].kind.value
+                bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + size
+        return {
+            OURS: {
+                "received": {
+                    "outcome": (worst or reports[0]).outcome.value,
+                    "reason": worst.reason if worst else "",
+                    "tokens": reports[0].tokens,
+                    "bytes": bytes_by_kind,
+                    "pieces": sum(r.pieces for r in reports),
+                    "milliseconds": round(max(r.total_s for r in reports) * 1e3, 3),
+                    "post_milliseconds": round(max(r.post_s for r in reports) * 1e3, 3),
+                    "wire_milliseconds": round(max(r.wire_s for r in reports) * 1e3, 3),
+                }
+            }
+        }

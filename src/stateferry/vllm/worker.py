@@ -1,0 +1,172 @@
+"""The half that lives in each vLLM worker: owns the ferry, hands it orders, picks up results.
+
+vLLM calls everything here on the worker's own thread, between and around forwards. Nothing waits.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from stateferry.config import Config
+from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
+from stateferry.ids import EngineId, RequestId, TransferId, new_epoch
+from stateferry.layout.spec import Pieces
+from stateferry.session import Orders, Outcome, Report, Results
+from stateferry.testing.mutants import tamper
+from stateferry.transport import choose, create_transport
+from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
+from stateferry.vllm.compat import KVConnectorTransferResults, get_ip, vllm_version
+from stateferry.vllm.kv_cache import RegionMemory, describe
+from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
+from stateferry.wire import RankAddress
+
+logger = logging.getLogger(__name__)
+
+
+class TorchMemory:
+    """The registered regions as flat byte tensors."""
+
+    def __init__(self, regions: list[RegionMemory]) -> None:
+        self._flat = [r.storage for r in regions]
+
+    def read(self, region: int, offset: int, size: int) -> memoryview:
+        """Bytes as they are now; a copy where the memory is a device's."""
+        return memoryview(self._flat[region][offset : offset + size].cpu().numpy()).cast("B")
+
+    def fill(self, pieces: Pieces, byte: int) -> None:
+        """Overwrite the local side of all pieces."""
+        for region, offset, size in zip(
+            pieces.local_regions.tolist(), pieces.local_offsets.tolist(), pieces.sizes.tolist(), strict=True
+        ):
+            self._flat[region][offset : offset + size] = int(np.array(byte, np.uint8))
+
+
+class WorkerHalf:
+    """One per worker process."""
+
+    def __init__(self, config: Config, engine_id: EngineId, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._ferry: Ferry | None = None
+        self._address: RankAddress | None = None
+        self._device = MemoryKind.CPU
+        self._last_step = 0
+        self._stranded = Results()
+        self._reports: tuple[Report, ...] = ()
+        self._lost: frozenset[RequestId] = frozenset()
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Describe the cache, register its memory, start the ferry. Errors end the start-up."""
+        parallel = self._vllm_config.parallel_config
+        tp_size = parallel.tensor_parallel_size
+        tp_rank = parallel.rank % tp_size
+        layout, regions = describe(
+            self._kv_cache_config,
+            self._vllm_config,
+            kv_caches,
+            engine_id=self._engine_id,
+            epoch=new_epoch(),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+        memory = tuple(
+            MemoryRegion(r.address, r.size_bytes, MemoryKind(r.device), r.device_index) for r in regions
+        )
+        self._device = memory[0].kind
+        name = choose(self._config.transport.value, self._device)
+        options = TransportOptions(nixl_backends=self._config.nixl_backends)
+        host = self._config.host or get_ip()
+        first_port = self._config.port
+        self._ferry = Ferry(
+            FerrySetup(
+                config=self._config,
+                layout=layout,
+                regions=memory,
+                memory=TorchMemory(regions),
+                make_transport=lambda: create_transport(name, options),
+                host=host,
+                bind_host=self._config.bind_host or host,
+                port=first_port + parallel.data_parallel_index * tp_size + tp_rank if first_port else 0,
+                software=f"stateferry/{layout.facts.get('stateferry', '?')} vllm/{vllm_version()}",
+                tamper=tamper if self._config.testing else None,
+            )
+        )
+        self._address = self._ferry.start()
+        logger.info(
+            "rank %d of %d listens on %s:%d, epoch %d, transport %s, %d region(s), %.1f MiB",
+            tp_rank,
+            tp_size,
+            self._address.host,
+            self._address.port,
+            self._address.epoch,
+            name,
+            len(memory),
+            sum(r.size_bytes for r in memory) / 2**20,
+        )
+
+    def handshake(self) -> StateFerryHandshake | None:
+        """Where this worker listens."""
+        return StateFerryHandshake(self._address) if self._address is not None else None
+
+    def take_orders(self, metadata: StateFerryMetadata) -> None:
+        """Hand a step's orders to the ferry, once, however many hooks show them to us."""
+        if metadata.step <= self._last_step:
+            return
+        self._last_step = metadata.step
+        if not metadata.orders:
+            return
+        if self._ferry is not None and self._ferry.alive:
+            self._ferry.submit(metadata.orders, self._fence() if metadata.orders.loads else no_fence)
+        else:
+            self._strand(metadata.orders)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What vLLM may free or use now."""
+        results = self._ferry.take() if self._ferry is not None else Results()
+        stranded, self._stranded = self._stranded, Results()
+        self._reports += results.reports
+        self._lost |= results.lost
+        return KVConnectorTransferResults(
+            finished_sending=set(results.sent | stranded.sent),
+            finished_recving=set(results.received | stranded.received),
+            failed_recving=set(results.failed | stranded.failed),
+        )
+
+    def news(self) -> StateFerryWorkerMetadata | None:
+        """What the scheduler half should know."""
+        if not (self._reports or self._lost):
+            return None
+        news = StateFerryWorkerMetadata(self._reports, self._lost)
+        self._reports, self._lost = (), frozenset()
+        return news
+
+    def shutdown(self) -> None:
+        """Release what is open, deregister, end the thread."""
+        if self._ferry is not None:
+            self._ferry.stop()
+
+    def _fence(self) -> Fence:
+        """Device work queued before this moment may still write into blocks that it freed."""
+        if self._device is MemoryKind.CPU:
+            return no_fence
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: bool(event.query())
+
+    def _strand(self, orders: Orders) -> None:
+        """The ferry is dead (a defect it has logged): fail loads, keep nothing."""
+        loads = frozenset(load.request_id for load in orders.loads)
+        self._stranded = Results(
+            sent=self._stranded.sent | {g.request_id for g in orders.grants},
+            received=self._stranded.received | loads,
+            failed=self._stranded.failed | loads,
+        )
+        self._reports += tuple(
+            Report(load.request_id, TransferId(""), Outcome.FAILED, "the ferry thread is not running")
+            for load in orders.loads
+        )
