@@ -39,7 +39,7 @@ def main() -> int:
         say(".venv is up to date.")
         return 0
     started = time.monotonic()
-    say(f"making .venv with Python {sys.version.split()[0]} (a few minutes, about 3 GB) …")
+    say(f"making .venv with Python {sys.version.split()[0]} (a few minutes, about 4 GB) …")
     try:
         make_venv()
         install_torch()

@@ -10,6 +10,7 @@ from typing import Self
 
 from stateferry.errors import EngineError
 from stateferry.stack.engine import Engine, EngineSpec
+from stateferry.stack.guard import GRACE_S
 from stateferry.stack.process import Guardian, end_all
 from stateferry.stack.router import Router
 from stateferry.stack.server import ProgressCallback, Server, wait_all_ready
@@ -23,7 +24,9 @@ class Stack:
     the end, unless an EngineError ends the block.
     """
 
-    def __init__(self, log_folder: Path | None = None) -> None:
+    def __init__(self, log_folder: Path | None = None, grace_s: float = GRACE_S) -> None:
+        """`grace_s`: what servers get to end by themselves before they are killed."""
+        self._grace_s = grace_s
         self._temporary = log_folder is None
         self.log_folder = Path(tempfile.mkdtemp(prefix="stateferry-")) if log_folder is None else log_folder
         self.log_folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +42,7 @@ class Stack:
     def start(self, spec: EngineSpec) -> Engine:
         """Start an engine and return at once; `wait_ready` waits for it."""
         engine = Engine(spec, self._log_path(spec.label))
-        self._own(engine)
+        self.add(engine)
         return engine
 
     def start_router(
@@ -52,8 +55,13 @@ class Stack:
             self._log_path("router"),
             args,
         )
-        self._own(router)
+        self.add(router)
         return router
+
+    def add(self, server: Server) -> None:
+        """Own a server of another kind, just started: it is waited for and ended with the rest."""
+        self._servers.append(server)
+        self._watch(server)
 
     def wait_ready(self, timeout_s: float = 300.0, progress: ProgressCallback | None = None) -> None:
         """Wait until everything started here is healthy.
@@ -69,7 +77,7 @@ class Stack:
 
     def stop(self, *servers: Server) -> None:
         """End some of the servers, at the same time."""
-        end_all([server.child for server in servers])
+        end_all([server.child for server in servers], self._grace_s)
         for server in servers:
             server.release_ports()
             self._guardian.remove(server.child)
@@ -96,10 +104,6 @@ class Stack:
         self.close()
         if self._temporary and not isinstance(exc, EngineError):
             shutil.rmtree(self.log_folder, ignore_errors=True)
-
-    def _own(self, server: Server) -> None:
-        self._servers.append(server)
-        self._watch(server)
 
     def _watch(self, server: Server) -> None:
         self._guardian.add(server.child)

@@ -1,0 +1,3 @@
+"""The `stateferry` command: arguments and printing only."""
+
+__all__: list[str] = []

@@ -1,0 +1,65 @@
+"""The `stateferry` command. One line below adds a command; each lives in a file beside this one."""
+
+import signal
+import sys
+from types import FrameType
+
+import typer
+
+from stateferry.cli.demo import demo
+from stateferry.cli.serve import serve_app
+from stateferry.cli.version import version
+from stateferry.errors import ConfigError, EngineError, StateFerryError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_ENGINE = 3
+
+HELP = """Serve hybrid models over a prefill and a decode engine.
+
+StateFerry moves attention KV and recurrent state (Mamba, GDN, short convolution …) from the engine
+that reads the prompt to the engine that writes the answer.
+
+\b
+Examples:
+  stateferry demo                              see it work, with a bundled model
+  stateferry serve prefill MODEL --port 8100   an engine that reads prompts
+  stateferry serve decode MODEL --port 8200    an engine that writes answers
+
+Exit codes: 0 all right · 1 a verdict failed · 2 bad arguments or settings · 3 an engine did not
+start or died · 130 Ctrl-C."""
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(serve_app, name="serve", short_help="Start one engine: vLLM's server with our connector.")
+app.command("demo", short_help="Show a hand-off on this machine, with a bundled model.")(demo)
+app.command("version", short_help="Print what is installed.")(version)
+
+
+def main() -> None:
+    """Run the command line; errors of ours become one message and an exit code."""
+    signal.signal(signal.SIGTERM, _on_terminate)
+    try:
+        app()
+    except ConfigError as e:
+        _fail(e, EXIT_USAGE)
+    except EngineError as e:
+        _fail(e, EXIT_ENGINE)
+    except StateFerryError as e:
+        _fail(e, EXIT_FAILED)
+
+
+def _fail(error: StateFerryError, code: int) -> None:
+    print(f"stateferry: {error}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    """Leave through every `with` block, so that what we started is stopped."""
+    raise SystemExit(128 + number)
