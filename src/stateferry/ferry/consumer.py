@@ -249,6 +249,17 @@ class ConsumerService:
             elif not link.requests and now_s - link.idle_since_s >= IDLE_LINK_S:
                 self._drop(address, link)
 
+    def next_deadline_s(self) -> float:
+        """When `tick` has a renewal to send or a hand-shake to give up; infinite if never."""
+        return min(
+            (
+                link.next_renewal_s if link.state is LinkState.READY else link.deadline_s
+                for link in self._links.values()
+                if link.state is not LinkState.FAILED
+            ),
+            default=float("inf"),
+        )
+
     def take_ended(self) -> list[Ended]:
         """Hand-offs that ended since the last call."""
         ended, self._ended = self._ended, []

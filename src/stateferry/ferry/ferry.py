@@ -5,6 +5,7 @@ nothing here may need one: leases end and renewals go out whatever the engine do
 """
 
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -21,7 +22,7 @@ from stateferry.ferry.producer import ProducerService
 from stateferry.ferry.reading import Fence, Tamper, no_fence
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Clock, Orders, Outcome, Report, Results, SystemClock
+from stateferry.session import Clock, Counters, Orders, Outcome, Report, Results, SystemClock
 from stateferry.transport.base import MemoryRegion, Transport
 from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
 
@@ -67,8 +68,10 @@ class Ferry:
         self._address: RankAddress | None = None
         self._lock = threading.Lock()
         self._results = Results()
+        self._news = threading.Event()
         self._quick_polls = 0
         self._open_count = 0
+        self._counters = Counters()
         self._thread = threading.Thread(target=self._run, name="stateferry", daemon=True)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -96,12 +99,22 @@ class Ferry:
         """Everything that happened since the last call; returns at once."""
         with self._lock:
             results, self._results = self._results, Results()
+            self._news.clear()
         return results
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `take` has something to give. Not for vLLM's engine thread."""
+        return self._news.wait(timeout_s)
 
     @property
     def open_count(self) -> int:
         """Hand-offs that are open on either side: 0 once everything is over."""
         return self._open_count + len(self._inbox)
+
+    @property
+    def counters(self) -> Counters:
+        """What happened on this rank as a producer since its start. Changes while you look."""
+        return self._counters
 
     @property
     def alive(self) -> bool:
@@ -163,6 +176,7 @@ class Ferry:
             setup.memory,
             setup.tamper,
         )
+        self._counters = producer.ledger.counters
         poller.register(self._wake, zmq.POLLIN)
         poller.register(listener, zmq.POLLIN)
         self._address = RankAddress(setup.host, port, setup.layout.epoch)
@@ -206,9 +220,10 @@ class Ferry:
         self._quick_polls = 0
         if consumer.reading_count:
             return 1  # waits for a link or a fence
+        due_s = consumer.next_deadline_s() - self._setup.clock.now_s()
         if producer.ledger.open_count or producer.ledger.parked_count or consumer.link_count:
-            return int(IDLE_WAIT_S * 1000)
-        return 60_000
+            due_s = min(due_s, IDLE_WAIT_S)
+        return max(0, min(60_000, math.ceil(due_s * 1000) if due_s < 60 else 60_000))
 
     def _take_orders(self, producer: ProducerService, consumer: ConsumerService) -> None:
         while self._inbox:
@@ -242,6 +257,7 @@ class Ferry:
                 lost=before.lost.union(lost),
                 reports=before.reports + tuple(e.report for e in ended),
             )
+            self._news.set()
 
     def _give_up(
         self,

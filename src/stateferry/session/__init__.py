@@ -14,12 +14,13 @@ from stateferry.session.orders import (
     Report,
     Results,
 )
-from stateferry.session.producer import Holding, Ledger, releases_expected
+from stateferry.session.producer import Counters, Holding, Ledger, releases_expected
 
 __all__ = [
     "RENEWALS_PER_LEASE",
     "Clock",
     "Close",
+    "Counters",
     "Grant",
     "GroupLoad",
     "Handoff",

@@ -47,6 +47,8 @@ class Counters:
     """What happened on this rank since start."""
 
     granted: int = 0
+    claimed: int = 0
+    renewed: int = 0
     released: int = 0
     expired: int = 0
     refused_claims: int = 0
@@ -112,6 +114,7 @@ class Ledger:
             else:
                 holding.expires_s = now_s + self._lease_s
                 held.append(transfer_id)
+                self.counters.renewed += 1
         return RenewalAnswer(
             sequence=renewal.sequence, held=tuple(held), lost=tuple(lost), lease_s=self._lease_s
         )
@@ -174,6 +177,7 @@ class Ledger:
             return self._refuse(claim, f"rank {claim.tp_rank} of {claim.claimant} has claimed it before")
         holding.claimant = claim.claimant
         holding.claimed_ranks.add(claim.tp_rank)
+        self.counters.claimed += 1
         holding.expires_s = now_s + self._lease_s
         return ClaimAnswer(transfer_id=claim.transfer_id, lease_s=self._lease_s)
 
