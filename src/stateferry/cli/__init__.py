@@ -1,3 +1,1 @@
 """The `stateferry` command: arguments and printing only."""
-
-__all__: list[str] = []

@@ -40,10 +40,10 @@ def demo(
 
     Example: stateferry demo --transport nixl --json
     """
-    from stateferry.models import RECALL_GDN, recall_prompt
-
     extra = {"transport": transport, "testing": True}
     parse_config(extra)
+    from stateferry.models import RECALL_GDN, recall_prompt
+
     console = Console(stderr=json_output)
     console.print("StateFerry demo: a prefill engine, a decode engine and a router on this machine.\n")
     started = time.monotonic()

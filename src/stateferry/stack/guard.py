@@ -14,6 +14,9 @@ from pathlib import Path
 
 GRACE_S = 10.0
 """What a session gets to end by itself between SIGTERM and SIGKILL."""
+ORPHAN_GRACE_S = 1.0
+STUCK_S = 30.0
+"""After this even SIGKILL is given up: the kernel is not letting go of the process."""
 POLL_S = 0.05
 
 
@@ -46,23 +49,26 @@ def send(pid: int, number: signal.Signals) -> None:
 def end_sessions(leaders: list[int], grace_s: float = GRACE_S) -> None:
     """SIGTERM to each leader, so that it ends its own children; what is left after `grace_s` is killed.
 
-    Returns when no process of these sessions is left (zombies aside: their parents reap them).
+    What a leader leaves behind when it ends gets ORPHAN_GRACE_S. Returns when no process of these
+    sessions is left (zombies aside: their parents reap them).
     """
-    for pid in leaders:
-        send(pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    left = list(leaders)
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if session_members(pid)]
-        if left:
+    now = time.monotonic()
+    deadlines = dict.fromkeys(leaders, now + grace_s)
+    for leader in leaders:
+        send(leader, signal.SIGTERM)
+    while deadlines:
+        now = time.monotonic()
+        for leader, deadline in list(deadlines.items()):
+            members = session_members(leader)
+            if not members or now > deadline + STUCK_S:
+                del deadlines[leader]
+            elif now > deadline:  # looked for and killed again until none is left: it may fork meanwhile
+                for member in members:
+                    send(member, signal.SIGKILL)
+            elif leader not in members:
+                deadlines[leader] = min(deadline, now + ORPHAN_GRACE_S)
+        if deadlines:
             time.sleep(POLL_S)
-    for _ in range(100):  # a process may fork while it is being killed: look again until none is left
-        members = [member for pid in left for member in session_members(pid)]
-        if not members:
-            break
-        for member in members:
-            send(member, signal.SIGKILL)
-        time.sleep(POLL_S)
 
 
 def main() -> None:

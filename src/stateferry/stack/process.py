@@ -50,6 +50,7 @@ class Child:
         """SIGKILL to the process and everything under it, as if its host had died."""
         for pid in guard.session_members(self.pid):
             guard.send(pid, signal.SIGKILL)
+        guard.end_sessions([self.pid], grace_s=0)
         self.wait()
 
     def wait(self) -> int:

@@ -70,8 +70,12 @@ class Server(ABC):
         self.port = self._port.number
         self.url = f"http://{HOST}:{self.port}"
         self._started = time.monotonic()
-        command, env = self._command(self.port)
-        self.child = Child(command, env, self.log_path)
+        try:
+            command, env = self._command(self.port)
+            self.child = Child(command, env, self.log_path)
+        except BaseException:
+            self.release_ports()
+            raise
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,20 @@
+"""What all tests share: the tier of a test follows from its folder."""
+
+from pathlib import Path
+
+import pytest
+
+ENGINE_TEST_TIMEOUT_S = 300
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by the folder they lie in; engine tests get more time. Engines go last."""
+    tests = Path(__file__).parent
+    for item in items:
+        tier = item.path.relative_to(tests).parts[0]
+        if tier in ("scheduler", "engines"):
+            item.add_marker(getattr(pytest.mark, tier))
+        if tier == "engines" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(ENGINE_TEST_TIMEOUT_S))
+    order = {"unit": 0, "scheduler": 1, "engines": 2}
+    items.sort(key=lambda item: order.get(item.path.relative_to(tests).parts[0], 0))

@@ -1,0 +1,132 @@
+"""The command line as a person meets it: help, exit codes, and what `serve` builds."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a separate process, as a shell would."""
+    code = "from stateferry.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+def served(*arguments: str) -> tuple[list[str], dict[str, object]]:
+    """The command that `serve … --dry-run` prints, and its connector configuration."""
+    result = run("serve", *arguments, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    command = shlex.split(result.stdout)
+    return command, json.loads(command[command.index("--kv-transfer-config") + 1])
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("serve", "prefill"), ("serve", "decode"), ("demo",)])
+def test_help_teaches_by_example(command: tuple[str, ...]) -> None:
+    result = run(*command, "--help")
+    assert result.returncode == 0
+    if command != ("serve",):
+        assert "Example" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_exit_codes_are_documented() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for words in (
+        "0 all right",
+        "1 a verdict failed",
+        "2 bad arguments",
+        "3 an engine did not",
+        "130 Ctrl-C",
+    ):
+        assert words in text
+
+
+def test_serve_builds_the_connector_configuration() -> None:
+    command, config = served("prefill", "some/model", "--transport", "nixl", "--kv-host", "10.0.0.1")
+    assert command[:5] == [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "some/model",
+    ]
+    assert config == {
+        "kv_connector": "StateFerryConnector",
+        "kv_connector_module_path": "stateferry.vllm.connector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"transport": "nixl", "host": "10.0.0.1"},
+    }
+
+
+def test_serve_decode_is_a_consumer_and_takes_every_setting() -> None:
+    _, config = served(
+        "decode",
+        "m",
+        "--kv-port",
+        "7000",
+        "--lease-s",
+        "2.5",
+        "--verify",
+        "state",
+        "--set",
+        "retry_interval_s=3",
+    )
+    assert config["kv_role"] == "kv_consumer"
+    extra = {"port": 7000, "lease_s": 2.5, "verify": "state", "retry_interval_s": 3}
+    assert config["kv_connector_extra_config"] == extra
+
+
+def test_other_arguments_go_to_vllm_unchanged() -> None:
+    others = ["--port", "8100", "--max-model-len=512", "-tp", "2", "--hf-overrides", '{"a": [1]}']
+    command, _ = served("prefill", "m", *others)
+    assert command[-len(others) :] == others
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--transport", "carrier-pigeon"], "transport"),
+        (["--lease-s", "soon"], "lease_s"),
+        (["--lease-s", "-1"], "lease_s"),
+        (["--kv-port", "70000"], "port"),
+        (["--verify", "perhaps"], "verify"),
+        (["--set", "colour=red"], "colour"),
+        (["--set", "colour"], "key=value"),
+        (["--lease-s", "1", "--set", "lease_s=2"], "twice"),
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config"),
+        (["--kv-transfer-config={}"], "--kv-transfer-config"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_name(arguments: list[str], words: str) -> None:
+    result = run("serve", "prefill", "m", *arguments, "--dry-run")
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "prefill"],
+        ["serve", "prefill", "--port", "8100", "m"],
+        ["demo", "--transport", "carrier-pigeon"],
+        ["demo", "--unknown"],
+        ["nonsense"],
+    ],
+)
+def test_bad_usage_has_exit_code_2(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_version_names_what_is_installed() -> None:
+    versions = json.loads(run("version", "--json").stdout)
+    assert versions["stateferry"]
+    assert "torch" in versions
+    assert f"stateferry {versions['stateferry']}" in run("version").stdout
