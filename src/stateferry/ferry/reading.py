@@ -69,10 +69,11 @@ class Reading:
             return
         if not self.done_s and self._status().done:
             self.done_s = clock.now_s()
-            if config.verify is Verify.OFF:
+            verify = self._verify(config)
+            if verify is Verify.OFF:
                 self.verified = True
             elif not self.handoff.failure:
-                self._ask_digests(links, layout, memory, config)
+                self._ask_digests(links, layout, memory, verify)
 
     def settle(self, now_s: float) -> Outcome | None:
         """The outcome, if this hand-off is over."""
@@ -168,15 +169,20 @@ class Reading:
             logger.exception("could not post the reads of request %s", self.handoff.request_id)
             self.handoff.fail(f"could not post: {e}")
 
+    def _verify(self, config: Config) -> Verify:
+        """Under test a hand-off may ask for digests, so that one engine is tried with and without."""
+        wanted = (self.handoff.offer.tamper or {}).get("verify") if config.testing else None
+        return next((level for level in Verify if level.value == wanted), config.verify)
+
     def _ask_digests(
-        self, links: Sequence[Link], layout: CacheLayout, memory: LocalMemory, config: Config
+        self, links: Sequence[Link], layout: CacheLayout, memory: LocalMemory, verify: Verify
     ) -> None:
         load = self.handoff.load
         assert load is not None
         groups = [
             g
             for g in load.groups
-            if config.verify is Verify.ALL or layout.groups[g.group].kind is GroupKind.STATE
+            if verify is Verify.ALL or layout.groups[g.group].kind is GroupKind.STATE
         ]
         self.expected_digests = {}
         for rank, link in zip(self.handoff.ranks, links, strict=True):
