@@ -193,18 +193,19 @@ def test_a_lease_ends_on_both_sides_when_renewals_are_not_answered() -> None:
         assert producer.ferry.counters.late_renewals == 1
 
 
-def test_a_read_that_ends_after_its_lease_is_a_failed_read() -> None:
-    # The producer falls silent after the claim: no renewal is answered, so the lease ends on D's clock.
-    with (
-        EngineRank("p", config=Config(lease_s=0.5)) as producer,
-        EngineRank("d", transport=MemoryTransport(TransportOptions(), polls=1)) as consumer,
-    ):
+def test_a_read_that_outlasts_its_lease_is_a_failed_read() -> None:
+    clock = VirtualClock()
+    slow = MemoryTransport(TransportOptions(), polls=1 << 40)
+    with EngineRank("p") as producer, EngineRank("d", transport=slow, clock=clock) as consumer:
         offer = producer.grant(40, TABLES)
         consumer.open("r", offer)
-        producer.ferry.stop()
         consumer.load("r", offer, LOCAL)
+        wait_until(lambda: producer.ferry.counters.claimed == 1)
+        # As after a SIGSTOP of the consumer: its first look finds the lease over.
+        clock.advance(1.01 * producer.config.lease_s)
         results = consumer.wait_received("r")
         assert results.failed == {"r"}
+        assert "lease" in results.reports[-1].reason
 
 
 @pytest.mark.parametrize("verify", [Verify.STATE, Verify.ALL])

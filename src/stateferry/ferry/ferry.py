@@ -238,9 +238,9 @@ class Ferry:
                 consumer.close_handoff(close)
 
     def _publish(self, producer: ProducerService, consumer: ConsumerService) -> None:
-        self._open_count = producer.ledger.open_count + consumer.open_count
         sent, ended, lost = producer.take_finished(), consumer.take_ended(), consumer.take_lost()
         if not (sent or ended or lost):
+            self._open_count = producer.ledger.open_count + consumer.open_count
             return
         received = [e.report.request_id for e in ended if e.had_blocks]
         failed = [
@@ -258,6 +258,8 @@ class Ferry:
                 reports=before.reports + tuple(e.report for e in ended),
             )
             self._news.set()
+            # After the results: whoever sees that all is over can also take how it ended.
+            self._open_count = producer.ledger.open_count + consumer.open_count
 
     def _give_up(
         self,

@@ -62,9 +62,11 @@ class Reading:
         clock: Clock,
     ) -> None:
         """Do what can be done now. Errors end up in the hand-off, not in the caller."""
+        if self.handoff.failure and not self.cancelled:
+            self.cancel()
         if not self.posted:
             ready = all(link.state is LinkState.READY for link in links)
-            if ready and not self.handoff.failure and not self.cancelled and self.fence():
+            if ready and not self.handoff.failure and not self.cancelled:
                 self._post(links, layout, memory, config, tamper, clock)
             return
         if not self.done_s and self._status().done:
@@ -124,9 +126,6 @@ class Reading:
         error = next(
             (t.error for t, s in zip(self.transfers, states, strict=True) if s is TransferState.FAILED), ""
         )
-        if error:
-            for transfer in self.transfers:
-                transfer.cancel()
         done = all(s is TransferState.DONE for s in states)
         arrived = sum(t.bytes_done for t in self.transfers)
         if done and arrived != sum(self.bytes_by_group):
@@ -145,6 +144,8 @@ class Reading:
         load, offer = self.handoff.load, self.handoff.offer
         assert load is not None
         try:
+            if not self.fence():
+                return
             by_link = [_plan_pieces(link.plan, load.groups) for link in links]
             self.bytes_by_group = _check_bytes(layout, load.groups, by_link)
             if config.testing:

@@ -120,5 +120,5 @@ class Handoff:
                     f"{now_s - lease.ends_s:.3f} s ago: what was read may belong to another request"
                 )
         if now_s >= self.deadline_s:
-            waits_for = "bytes" if self.claimed else "the claim's answer"
-            self.fail(f"no {waits_for} from {self.offer.engine_id} within transfer_timeout_s")
+            missing = "end of the read" if self.claimed else "answer to the claim"
+            self.fail(f"no {missing} from {self.offer.engine_id} within transfer_timeout_s")

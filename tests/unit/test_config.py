@@ -1,0 +1,54 @@
+"""Settings: defaults, bounds, and errors that name the key."""
+
+from typing import Any
+
+import pytest
+
+from stateferry.config import Config, TransportName, Verify, parse_config
+from stateferry.errors import ConfigError
+
+
+def test_nothing_set_is_the_defaults() -> None:
+    assert parse_config({}) == Config()
+    assert Config().lease_s == 15.0
+    assert not Config().testing
+
+
+def test_values_may_be_text_as_some_launchers_pass_them() -> None:
+    config = parse_config(
+        {"lease_s": "2.5", "port": "7000", "testing": "true", "transport": "nixl", "verify": "all"}
+    )
+    assert config == Config(
+        lease_s=2.5, port=7000, testing=True, transport=TransportName.NIXL, verify=Verify.ALL
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lease_s", 0),
+        ("lease_s", -1),
+        ("lease_s", "soon"),
+        ("lease_s", float("nan")),
+        ("lease_s", float("inf")),
+        ("lease_s", 1e9),
+        ("port", 70000),
+        ("port", -1),
+        ("transport", "carrier-pigeon"),
+        ("verify", "some"),
+        ("testing", "perhaps"),
+        ("host", 5),
+        ("nixl_backends", "UCX"),
+        ("transfer_timeout_s", None),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_key_and_itself(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as e:
+        parse_config({key: value})
+    assert key in str(e.value)
+    assert repr(value) in str(e.value)
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'leese_s'.*lease_s"):
+        parse_config({"leese_s": 1})
