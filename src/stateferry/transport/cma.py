@@ -32,17 +32,17 @@ from stateferry.transport.base import (
 )
 from stateferry.transport.linux import (
     IOVEC,
+    MAX_IOVECS,
     ProcView,
     ReadCall,
     allow_readers,
-    batch_ends,
     build_iovecs,
     explain,
     explain_permission,
     hostname,
     load_process_vm_readv,
 )
-from stateferry.transport.pieces import RegionTable, Spans, cut, resolve_pieces
+from stateferry.transport.pieces import RegionTable, Spans, batch_ends, cut, resolve_pieces
 
 SLICE_BYTES = 32 << 20
 """Most bytes that one `poll` moves: a few milliseconds of copying."""
@@ -213,7 +213,7 @@ class _CmaTransfer(Transfer):
         self._state = TransferState.PENDING if self._total else TransferState.DONE
         self._next = 0
         spans = cut(spans, SLICE_BYTES)
-        self._ends = batch_ends(spans.sizes, SLICE_BYTES)
+        self._ends = batch_ends(spans.sizes, SLICE_BYTES, MAX_IOVECS - 1)
         self._found = ctypes.create_string_buffer(COOKIE_BYTES)
         found = (ctypes.addressof(self._found), COOKIE_BYTES)
         cookie = (peer.cookie_address, COOKIE_BYTES)

@@ -108,22 +108,6 @@ class ProcView:
             return None
 
 
-def batch_ends(sizes: AddressArray, max_bytes: int) -> list[int]:
-    """Where the pieces of each system call end: at most 1,023 (room for a cookie) and `max_bytes`.
-
-    No single piece is larger than `max_bytes`.
-    """
-    totals = np.cumsum(sizes.astype(np.int64))
-    ends: list[int] = []
-    start, before = 0, 0
-    while start < len(sizes):
-        by_size = int(np.searchsorted(totals, before + max_bytes, side="right"))
-        start = min(by_size, start + MAX_IOVECS - 1)
-        before = int(totals[start - 1])
-        ends.append(start)
-    return ends
-
-
 def build_iovecs(
     bases: AddressArray, sizes: AddressArray, ends: list[int], cookie: tuple[int, int]
 ) -> npt.NDArray[np.void]:

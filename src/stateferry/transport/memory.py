@@ -144,7 +144,7 @@ class _MemoryTransfer(Transfer):
             self._fail("cancelled")
 
     def _copy(self) -> None:
-        for local, remote, size in zip(*(a.tolist() for a in self._spans), strict=True):
+        for local, remote, size in zip(*(a.tolist() for a in self._spans[:3]), strict=True):
             ctypes.memmove(local, remote, size)
         self._bytes_done = int(self._spans.sizes.sum())
         self._state = TransferState.DONE

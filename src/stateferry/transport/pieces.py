@@ -23,6 +23,8 @@ class Spans(NamedTuple):
     local: AddressArray
     remote: AddressArray
     sizes: AddressArray
+    local_regions: Int64Array
+    remote_regions: Int64Array
 
 
 class RegionTable:
@@ -82,6 +84,8 @@ def resolve_pieces(pieces: Pieces, local: RegionTable, remote: RegionTable) -> S
         local.resolve(pieces.local_regions, pieces.local_offsets, pieces.sizes),
         remote.resolve(pieces.remote_regions, pieces.remote_offsets, pieces.sizes),
         pieces.sizes.astype(np.uint64),
+        pieces.local_regions,
+        pieces.remote_regions,
     )
 
 
@@ -95,5 +99,26 @@ def cut(spans: Spans, max_bytes: int) -> Spans:
     # Which part of its piece each new entry is: 0, 1, 2 … restarting at every piece.
     part = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
     skip = part.astype(np.uint64) * limit
-    sizes = np.minimum(np.repeat(spans.sizes, counts) - skip, limit)
-    return Spans(np.repeat(spans.local, counts) + skip, np.repeat(spans.remote, counts) + skip, sizes)
+    return Spans(
+        np.repeat(spans.local, counts) + skip,
+        np.repeat(spans.remote, counts) + skip,
+        np.minimum(np.repeat(spans.sizes, counts) - skip, limit),
+        np.repeat(spans.local_regions, counts),
+        np.repeat(spans.remote_regions, counts),
+    )
+
+
+def batch_ends(sizes: AddressArray, max_bytes: int, max_pieces: int) -> list[int]:
+    """Where the batches end that `sizes` is to be split into, in order, within both limits.
+
+    No single piece is larger than `max_bytes` (see `cut`).
+    """
+    totals = np.cumsum(sizes.astype(np.int64))
+    ends: list[int] = []
+    start, before = 0, 0
+    while start < len(sizes):
+        by_size = int(np.searchsorted(totals, before + max_bytes, side="right"))
+        start = min(by_size, start + max_pieces)
+        before = int(totals[start - 1])
+        ends.append(start)
+    return ends

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from stateferry.errors import ConfigError, TransportUnavailable
+from stateferry.errors import ConfigError
 from stateferry.transport.base import MemoryKind, Transport, TransportOptions
 
 
@@ -13,8 +13,6 @@ class _Entry:
     module: str
     class_name: str
     kinds: frozenset[MemoryKind]
-    extra: str = ""
-    """The pip extra that brings its library; empty: needs none."""
 
 
 _CPU = frozenset({MemoryKind.CPU})
@@ -22,7 +20,7 @@ _BOTH = frozenset({MemoryKind.CPU, MemoryKind.CUDA})
 _TRANSPORTS = {
     "cma": _Entry("stateferry.transport.cma", "CmaTransport", _CPU),
     "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
-    "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH, "cpu] or stateferry[cuda"),
+    "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH),
 }
 _AUTO = {MemoryKind.CPU: "cma", MemoryKind.CUDA: "nixl"}
 
@@ -50,16 +48,12 @@ def choose(name: str, memory_kind: MemoryKind) -> str:
 def create_transport(name: str, options: TransportOptions) -> Transport:
     """Make a transport by name (not `auto`: see `choose`). It is used and closed by one thread.
 
-    Raises ConfigError for an unknown name, TransportUnavailable when its library is missing or
-    does not start.
+    Raises ConfigError for an unknown name, TransportUnavailable when its library is missing (the text
+    names the pip extra) or does not start.
     """
     entry = _entry(name)
-    try:
-        maker = getattr(importlib.import_module(entry.module), entry.class_name)
-        return cast(Transport, maker(options))
-    except ImportError as e:
-        cure = f"; pip install 'stateferry[{entry.extra}]'" if entry.extra else ""
-        raise TransportUnavailable(f"transport {name!r}: {e}{cure}") from e
+    maker = getattr(importlib.import_module(entry.module), entry.class_name)
+    return cast(Transport, maker(options))
 
 
 def _entry(name: str) -> _Entry:
