@@ -39,7 +39,7 @@ from stateferry.layout.blocks import merge
 from stateferry.layout.fingerprint import compare
 from stateferry.layout.plan import make_plan
 from stateferry.layout.spec import CacheLayout, CacheTensor, GroupKind, PartRule, Pieces
-from stateferry.vllm.kv_cache import RegionMemory, describe
+from stateferry.vllm.kv_cache import RegionMemory, describe, outline
 
 pytestmark = pytest.mark.scheduler
 
@@ -358,7 +358,10 @@ def test_shared_cache_is_moved_once() -> None:
 def test_group_kept_out_of_transfer_keeps_its_place() -> None:
     groups = hybrid_groups()
     groups[1].enable_kv_transfer = False
-    layout, _, _ = described(engine_config({"layers.3.attn": CPU}), groups)
+    config = engine_config({"layers.3.attn": CPU})
+    layout, _, _ = described(config, groups)
+    bare = tuple(msgspec.structs.replace(group, layers=()) for group in layout.groups)
+    assert outline(allocate(config, groups)[0], config) == bare
     assert [g.transfers for g in layout.groups] == [True, False, True, True]
     assert layout.groups[1].layers == ()
     assert make_plan(layout, layout).group_bytes(1) == 0

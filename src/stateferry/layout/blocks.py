@@ -91,9 +91,10 @@ def split_large(pieces: Pieces, max_piece_bytes: int) -> Pieces:
 
 
 def group_text(group: Group) -> str:
-    """How messages name a group: its kind and its first layer."""
-    first = group.layers[0].name if group.layers else "no layers"
-    return f"{group.kind.value} group of {first}"
+    """How messages name a group: its kind and, where known, its first layer."""
+    if not group.layers:
+        return f"{group.kind.value} group"
+    return f"{group.kind.value} group of {group.layers[0].name}"
 
 
 def needed_blocks(group: Group, local_tokens: int, total_tokens: int) -> range:

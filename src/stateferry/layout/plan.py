@@ -4,12 +4,13 @@ A plan is made once per pair of ranks; per request its strips are broadcast over
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from stateferry.errors import LayoutError
-from stateferry.layout.blocks import adjacent
+from stateferry.layout.blocks import adjacent, concatenate
 from stateferry.layout.fingerprint import compare_shapes
 from stateferry.layout.shard import Overlap, overlaps, tensor_parts
 from stateferry.layout.spec import CacheLayout, CacheTensor, Group, Int64Array, Pieces
@@ -42,6 +43,11 @@ class GroupStrips:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def take(self, mask: npt.NDArray[np.bool_]) -> "GroupStrips":
+        """The strips where `mask`, `bool[strips]`, is set."""
+        arrays = (f.name for f in fields(self) if not f.name.endswith("_count"))
+        return replace(self, **{name: getattr(self, name)[mask] for name in arrays})
 
 
 class Plan:
@@ -77,14 +83,44 @@ class Plan:
         remote = _checked_ids(group, "remote", remote_blocks, strips.remote_block_count)
         if len(local) != len(remote):
             raise ValueError(f"group {group}: {len(local)} local blocks for {len(remote)} remote blocks")
-        count = len(local)
-        return Pieces(
-            local_regions=np.repeat(strips.local_regions, count),
-            local_offsets=_laid_out(strips.local_offsets, strips.local_strides, local),
-            remote_regions=np.repeat(strips.remote_regions, count),
-            remote_offsets=_laid_out(strips.remote_offsets, strips.remote_strides, remote),
-            sizes=np.repeat(strips.sizes, count),
-        )
+        return _pieces_of(strips, local, remote, np.ones_like(local))
+
+    def merged_pieces(
+        self,
+        group: int,
+        local_blocks: Int64Array | Sequence[int],
+        remote_blocks: Int64Array | Sequence[int],
+    ) -> Pieces:
+        """As `pieces`, with blocks that follow each other on both sides read as one where the strip
+        fills its block. Costs time by blocks, not by layers. The order of the pieces is not the
+        canonical one.
+        """
+        strips = self.groups[group]
+        local = _checked_ids(group, "local", local_blocks, strips.local_block_count)
+        remote = _checked_ids(group, "remote", remote_blocks, strips.remote_block_count)
+        whole = (strips.sizes == strips.local_strides) & (strips.sizes == strips.remote_strides)
+        if len(local) != len(remote) or len(local) < 2 or not whole.any():
+            return self.pieces(group, local, remote)
+        order = np.argsort(local, kind="stable")
+        local, remote = local[order], remote[order]
+        starts = adjacent((), local, remote, np.ones_like(local))
+        lengths = np.diff(np.append(starts, len(local)))
+        runs = _pieces_of(strips.take(whole), local[starts], remote[starts], lengths)
+        if whole.all():
+            return runs
+        return concatenate([runs, _pieces_of(strips.take(~whole), local, remote, np.ones_like(local))])
+
+
+def _pieces_of(strips: GroupStrips, local: Int64Array, remote: Int64Array, lengths: Int64Array) -> Pieces:
+    """A piece per strip and run of blocks, strip-major. `local`, `remote`: first block of each run."""
+    count = len(local)
+    return Pieces(
+        local_regions=np.repeat(strips.local_regions, count),
+        local_offsets=_laid_out(strips.local_offsets, strips.local_strides, local),
+        remote_regions=np.repeat(strips.remote_regions, count),
+        remote_offsets=_laid_out(strips.remote_offsets, strips.remote_strides, remote),
+        sizes=(strips.sizes[:, None] * lengths[None, :]).ravel(),
+    )
 
 
 def _laid_out(offsets: Int64Array, strides: Int64Array, blocks: Int64Array) -> Int64Array:

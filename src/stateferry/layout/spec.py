@@ -39,7 +39,7 @@ class PartRule(enum.Enum):
     granule lives on R / granules neighbouring ranks (KV heads, Mamba 2's B and C groups)."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stretch of a sharded axis, in units of that axis, as the unsharded model has it."""
 
     name: str
@@ -49,14 +49,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Only read under GROUPED; must divide `size`."""
 
 
-class Loop(msgspec.Struct, frozen=True, kw_only=True):
+class Loop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One loop over a tensor inside a block, outermost first. The innermost unit is contiguous."""
 
     count: int
     stride_bytes: int
 
 
-class CacheTensor(msgspec.Struct, frozen=True, kw_only=True):
+class CacheTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of a layer's cache: K and V of a head slot, an MLA latent, a convolution window …
 
     Unit (i, j, …) of block b starts at
@@ -94,14 +94,14 @@ class CacheTensor(msgspec.Struct, frozen=True, kw_only=True):
         return size
 
 
-class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
+class LayerCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One layer's cache. Tensors in page order."""
 
     name: str
     tensors: tuple[CacheTensor, ...]
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of vLLM's KV-cache groups: layers that share a block table."""
 
     kind: GroupKind
@@ -117,7 +117,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     that we touch."""
 
 
-class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
+class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole cache of one engine rank."""
 
     engine_id: EngineId

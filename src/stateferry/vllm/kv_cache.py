@@ -1,5 +1,6 @@
 """Describe one worker's KV cache: vLLM's cache config and tensors -> CacheLayout and its memory."""
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
@@ -23,7 +24,7 @@ from stateferry.layout.spec import CacheLayout, Group, GroupKind
 from stateferry.vllm.kv_facts import collect_facts
 from stateferry.vllm.kv_tensors import Engine, RegionMemory, Regions, describe_layer
 
-__all__ = ["RegionMemory", "describe"]
+__all__ = ["RegionMemory", "describe", "outline"]
 
 
 _KINDS: dict[type[KVCacheSpec], GroupKind] = {
@@ -72,6 +73,19 @@ def describe(
     return layout, engine.regions.memory
 
 
+def outline(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Group, ...]:
+    """All groups in vLLM's order without their layers: what can be told without tensors.
+
+    Raises LayoutError as `describe` does for kinds of cache that are not known.
+    """
+    _refuse_unproven(vllm_config)
+    own_storage = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    return tuple(
+        _group_table(f"group {index}", group, own_storage, vllm_config)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+
+
 def _refuse_unproven(config: VllmConfig) -> None:
     parallel, cache = config.parallel_config, config.cache_config
     for flag, value, allowed in (
@@ -83,6 +97,35 @@ def _refuse_unproven(config: VllmConfig) -> None:
             raise LayoutError(f"{flag} is {value}: StateFerry only hands off with {allowed} so far")
 
 
+def _owners(group: KVCacheGroupSpec, own_storage: set[str]) -> list[str]:
+    """The group's layers that have a place of their own; others share one of theirs."""
+    return [name for name in group.layer_names if name in own_storage]
+
+
+def _group_table(where: str, group: KVCacheGroupSpec, own_storage: set[str], config: VllmConfig) -> Group:
+    """The group without its layers."""
+    spec = group.kv_cache_spec
+    if not group.enable_kv_transfer:
+        tokens = max(1, spec.block_size)
+        return Group(kind=GroupKind.ATTENTION, block_tokens=tokens, layers=(), transfers=False)
+    if group.host_resident or group.role is not KVCacheGroupRole.DEFAULT:
+        raise LayoutError(f"{where}: host-resident and HiSparse groups ({group.role}) are not supported")
+    owners = _owners(group, own_storage)
+    if not owners:
+        raise LayoutError(f"{where}: none of its layers {group.layer_names} has a cache tensor")
+    tables = {name: _table(f"{where}, layer {name!r}", _layer_spec(group, name), config) for name in owners}
+    if len(set(tables.values())) > 1:
+        raise LayoutError(f"{where}: its layers need different block tables: {tables}")
+    kind, block_tokens, window_tokens, scratch_slots = tables[owners[0]]
+    return Group(
+        kind=kind,
+        block_tokens=block_tokens,
+        layers=(),
+        window_tokens=window_tokens,
+        scratch_slots=scratch_slots,
+    )
+
+
 def _group(
     where: str,
     group: KVCacheGroupSpec,
@@ -90,28 +133,13 @@ def _group(
     own_storage: set[str],
     engine: Engine,
 ) -> Group:
-    spec = group.kv_cache_spec
-    if not group.enable_kv_transfer:
-        tokens = max(1, spec.block_size)
-        return Group(kind=GroupKind.ATTENTION, block_tokens=tokens, layers=(), transfers=False)
-    if group.host_resident or group.role is not KVCacheGroupRole.DEFAULT:
-        raise LayoutError(f"{where}: host-resident and HiSparse groups ({group.role}) are not supported")
-    owners = [name for name in group.layer_names if name in own_storage]
-    if not owners:
-        raise LayoutError(f"{where}: none of its layers {group.layer_names} has a cache tensor")
-    tables = {name: _table(f"{where}, layer {name!r}", _layer_spec(group, name), engine) for name in owners}
-    if len(set(tables.values())) > 1:
-        raise LayoutError(f"{where}: its layers need different block tables: {tables}")
-    kind, block_tokens, window_tokens, scratch_slots = tables[owners[0]]
+    table = _group_table(where, group, own_storage, engine.config)
+    if not table.transfers:
+        return table
+    owners = _owners(group, own_storage)
     _refuse_strangers(where, group, owners, kv_caches)
     layers = [describe_layer(name, _layer_spec(group, name), kv_caches[name], engine) for name in owners]
-    return Group(
-        kind=kind,
-        block_tokens=block_tokens,
-        layers=tuple(layers),
-        window_tokens=window_tokens,
-        scratch_slots=scratch_slots,
-    )
+    return msgspec.structs.replace(table, layers=tuple(layers))
 
 
 def _layer_spec(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
@@ -132,11 +160,11 @@ def _refuse_strangers(
             raise LayoutError(f"{where}: layer {name!r} has no cache of its own and shares none in its group")
 
 
-def _table(where: str, spec: KVCacheSpec, engine: Engine) -> tuple[GroupKind, int, int, int]:
+def _table(where: str, spec: KVCacheSpec, config: VllmConfig) -> tuple[GroupKind, int, int, int]:
     """What a layer asks of its group's block table: kind, tokens per block, window, scratch slots."""
     _refuse_spec(where, spec)
     kind = _KINDS[type(spec)]
-    ranks = engine.config.parallel_config.decode_context_parallel_size
+    ranks = config.parallel_config.decode_context_parallel_size
     block_tokens = spec.block_size * (ranks if spec.dcp_sharded else 1)
     window = spec.sliding_window + spec.extra_retained_tokens if kind is GroupKind.WINDOW else 0
     scratch = spec.num_speculative_blocks if kind is GroupKind.STATE else 0
