@@ -13,6 +13,7 @@ from rich.table import Table
 from stateferry.cli.showcase import Asked, ask_all
 from stateferry.cli.starting import shown_progress
 from stateferry.config import parse_config
+from stateferry.errors import EngineError
 from stateferry.stack import Client, EngineSpec, Role, Stack
 
 QUESTIONS = ((1, 60), (2, 150), (3, 400), (4, 900))
@@ -47,25 +48,24 @@ def demo(
     console = Console(stderr=json_output)
     console.print("StateFerry demo: a prefill engine, a decode engine and a router on this machine.\n")
     started = time.monotonic()
-    with Stack(log_folder) as stack, Client() as client:
-        prefill = stack.start(EngineSpec(model=RECALL_GDN, role=Role.PREFILL, extra_config=extra))
-        decode = stack.start(EngineSpec(model=RECALL_GDN, role=Role.DECODE, extra_config=extra))
-        with shown_progress(console) as progress:
-            stack.wait_ready(timeout_s, progress)
-            router = stack.start_router([prefill], [decode])
-            stack.wait_ready(60.0, progress)
-        start_s = time.monotonic() - started
-        with console.status("asking") as status:
-            asked = ask_all(
-                client,
-                prefill,
-                decode,
-                router,
-                [recall_prompt(seed, length) for seed, length in QUESTIONS],
-                status.update,
-            )
-        stack.check_alive()
-        console.print("\nStopping the servers …")
+    try:
+        with Stack(log_folder) as stack, Client() as client:
+            prefill = stack.start(EngineSpec(model=RECALL_GDN, role=Role.PREFILL, extra_config=extra))
+            decode = stack.start(EngineSpec(model=RECALL_GDN, role=Role.DECODE, extra_config=extra))
+            with shown_progress(console) as progress:
+                stack.wait_ready(timeout_s, progress)
+                router = stack.start_router([prefill], [decode])
+                stack.wait_ready(60.0, progress)
+            start_s = time.monotonic() - started
+            questions = [recall_prompt(seed, length) for seed, length in QUESTIONS]
+            with console.status("asking") as status:
+                asked = ask_all(client, prefill, decode, router, questions, status.update)
+            stack.check_alive()
+            console.print("\nStopping the servers …")
+    except EngineError as e:
+        if json_output:
+            print(json.dumps({"passed": False, "problems": [str(e)]}))
+        raise
     problems = [f"{one.question}: {text}" for one in asked for text in one.problems()]
     _show(console, asked)
     _verdict(console, problems)
