@@ -3,7 +3,6 @@
 A plan is right when every destination byte is written once, with the byte of the same meaning.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -246,68 +245,3 @@ def test_two_heads_on_three_ranks_are_refused() -> None:
         Model(((Tensor("heads", ((part,), 4)),),)).layout(0, 3)
     with pytest.raises(LayoutError, match=r"'heads'.*2 .*3 ranks"):
         intervals((part,), 0, 3)
-
-
-def _blind(model: Model) -> Model:
-    """The axis as one run, as if Q|K|V or x|B|C were not there."""
-    layers = []
-    for layer in model.layers:
-        tensors = []
-        for tensor in layer:
-            dims = tuple(
-                d if isinstance(d, int) else (split("all", sum(p.size for p in d)),) for d in tensor.dims
-            )
-            tensors.append(dataclasses.replace(tensor, dims=dims))
-        layers.append(tuple(tensors))
-    return Model(tuple(layers))
-
-
-def _wrong_reads() -> dict[str, Callable[[dict[int, Pieces]], dict[int, Pieces]]]:
-    def changed(**shift: int) -> Callable[[dict[int, Pieces]], dict[int, Pieces]]:
-        def apply(reads: dict[int, Pieces]) -> dict[int, Pieces]:
-            return {
-                r: dataclasses.replace(p, **{k: getattr(p, k) + v for k, v in shift.items()})
-                for r, p in reads.items()
-            }
-
-        return apply
-
-    return {
-        "one byte late at the source": changed(remote_offsets=1),
-        "one byte late at the target": changed(local_offsets=1),
-        "a piece missing": lambda reads: {r: take(p, np.arange(len(p) - 1)) for r, p in reads.items()},
-        "a piece twice": lambda reads: {r: concatenate([p, p]) for r, p in reads.items()},
-        "pieces short by a byte": changed(sizes=-1),
-        "from the other rank": lambda reads: {r: reads[(r + 1) % len(reads)] for r in reads},
-        "blocks permuted": lambda reads: {
-            r: dataclasses.replace(p, remote_offsets=p.remote_offsets[::-1].copy()) for r, p in reads.items()
-        },
-    }
-
-
-@pytest.mark.parametrize("mutant", _wrong_reads())
-def test_the_reference_catches_wrong_reads(mutant: str) -> None:
-    model = Model((NAMED["gdn, dimension first"],))
-    consumer, producers = model.layout(0, 1), [model.layout(r, 2) for r in range(2)]
-    reads = read_all(consumer, producers, [1, 3], [4, 2])
-    assert faults(consumer, producers, 0, [1, 3], [4, 2], reads) == []
-    wrong = _wrong_reads()[mutant](reads)
-    assert faults(consumer, producers, 0, [1, 3], [4, 2], wrong)
-
-
-def test_the_reference_catches_a_planner_that_slices_blindly() -> None:
-    """A convolution cut as one run, without its parts, is wrong in most of its bytes."""
-    model = Model((NAMED["gdn, dimension first"][:1],))
-    consumer, producers = model.layout(0, 2), [model.layout(0, 1)]
-    blind = _blind(model)
-    reads = {0: make_plan(blind.layout(0, 2), blind.layout(0, 1)).pieces(0, [1], [2])}
-    found = faults(consumer, producers, 0, [1], [2], reads)
-    assert len(found) >= len(meanings(consumer, 0, [1])) // 3
-
-
-def test_the_reference_catches_copies_read_from_every_rank() -> None:
-    model = Model((NAMED["latent"],))
-    consumer, producers = model.layout(0, 1), [model.layout(r, 2) for r in range(2)]
-    reads = read_all(consumer, producers, [1], [2])
-    reads[1] = reads[0]
-    assert faults(consumer, producers, 0, [1], [2], reads)

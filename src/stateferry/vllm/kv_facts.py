@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, iter_layer_
 from stateferry import __version__
 
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
-_NOT_IDENTITY = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"})
+_NOT_IDENTITY = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "_attn_implementation"})
 """Keys of a model's config that say where it lies or who wrote it, not what it computes."""
 _GROUP_KEYS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
