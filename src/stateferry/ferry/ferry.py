@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from stateferry.config import Config
-from stateferry.errors import ConfigError, StateFerryError
+from stateferry.errors import ConfigError
 from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.producer import ProducerService
@@ -64,7 +64,7 @@ class Ferry:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._started = threading.Event()
-        self._start_error: StateFerryError | None = None
+        self._start_error: Exception | None = None
         self._address: RankAddress | None = None
         self._lock = threading.Lock()
         self._results = Results()
@@ -141,13 +141,13 @@ class Ferry:
         listener = context.socket(zmq.ROUTER)
         try:
             transport = setup.make_transport()
-        except StateFerryError as e:
+        except Exception as e:  # whatever it is, `start` must not wait for ever
             self._give_up(context, listener, e)
             return
         try:
             registration = transport.register(setup.regions)
             port = _bind(listener, setup.bind_host, setup.port)
-        except StateFerryError as e:
+        except Exception as e:
             transport.close()
             self._give_up(context, listener, e)
             return
@@ -265,7 +265,7 @@ class Ferry:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         listener: "zmq.Socket[bytes]",
-        error: StateFerryError,
+        error: Exception,
     ) -> None:
         listener.close(linger=0)
         context.destroy(linger=0)
