@@ -86,6 +86,7 @@ class Ferry:
         self._started.wait()
         if self._start_error is not None:
             self._thread.join()
+            os.close(self._wake)
             raise self._start_error
         assert self._address is not None
         return self._address

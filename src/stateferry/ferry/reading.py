@@ -11,7 +11,7 @@ from typing import Any
 from stateferry.config import Config, Verify
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.memory import LocalMemory
-from stateferry.layout.blocks import concatenate, merge
+from stateferry.layout.blocks import concatenate
 from stateferry.layout.digest import bytes_digest
 from stateferry.layout.plan import Plan
 from stateferry.layout.spec import CacheLayout, GroupKind, Pieces
@@ -146,7 +146,7 @@ class Reading:
         try:
             if not self.fence():
                 return
-            by_link = [_plan_pieces(link.plan, load.groups) for link in links]
+            by_link = [_merged_pieces(link.plan, load.groups) for link in links]
             self.bytes_by_group = _check_bytes(layout, load.groups, by_link)
             if config.testing:
                 for pieces in by_link:
@@ -158,7 +158,7 @@ class Reading:
                 self.bytes_by_group = tuple(
                     sum(pieces[i].total_bytes for pieces in by_link) for i in range(len(load.groups))
                 )
-            batches = [merge(concatenate(pieces)) for pieces in by_link]
+            batches = [concatenate(pieces) for pieces in by_link]
             self.posted_s = clock.now_s()
             for link, batch in zip(links, batches, strict=True):
                 assert link.peer is not None
@@ -205,6 +205,11 @@ class Reading:
 def _plan_pieces(plan: Plan | None, groups: Sequence[GroupLoad]) -> list[Pieces]:
     assert plan is not None
     return [plan.pieces(g.group, g.local_block_ids, g.remote_block_ids) for g in groups]
+
+
+def _merged_pieces(plan: Plan | None, groups: Sequence[GroupLoad]) -> list[Pieces]:
+    assert plan is not None
+    return [plan.merged_pieces(g.group, g.local_block_ids, g.remote_block_ids) for g in groups]
 
 
 def _check_bytes(

@@ -18,9 +18,10 @@ from stateferry.vllm.compat import (
     vllm_version,
 )
 from stateferry.vllm.guard import guarded
-from stateferry.vllm.kv_outline import describe_groups
+from stateferry.vllm.kv_cache import outline
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.scheduler import Finished, SchedulerHalf
+from stateferry.vllm.stats import StateFerryPromMetrics, StateFerryStats
 from stateferry.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHalf(
                 config,
                 engine_id,
-                describe_groups(kv_cache_config, vllm_config),
+                outline(kv_cache_config, vllm_config),
                 kv_cache_config.hash_block_size,
+                tp_size=vllm_config.parallel_config.tensor_parallel_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
             )
@@ -113,6 +115,27 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """As above, where vLLM runs without its hybrid memory allocator."""
         return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> StateFerryStats | None:
+        """Numbers for `/metrics`; the scheduler half has those of all ranks."""
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StateFerryStats:
+        """vLLM carried the numbers to another process as a dictionary."""
+        return StateFerryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StateFerryPromMetrics:
+        """Register our metrics with vLLM's."""
+        return StateFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
         """Nothing is cached here that a reset could drop."""

@@ -34,8 +34,20 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
 
     reports: tuple[Report, ...] = ()
     lost: frozenset[RequestId] = field(default_factory=frozenset)
+    open_counts: dict[int, int] = field(default_factory=dict)
+    """Hand-offs that are open on a rank, where that changed."""
+    released: int = 0
+    expired: int = 0
+    refused_claims: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
         assert isinstance(other, StateFerryWorkerMetadata)
-        return StateFerryWorkerMetadata(self.reports + other.reports, self.lost | other.lost)
+        return StateFerryWorkerMetadata(
+            self.reports + other.reports,
+            self.lost | other.lost,
+            self.open_counts | other.open_counts,
+            self.released + other.released,
+            self.expired + other.expired,
+            self.refused_claims + other.refused_claims,
+        )

@@ -20,6 +20,7 @@ from stateferry.session import Close, Grant, GroupLoad, Load, Open, Orders, Outc
 from stateferry.vllm.compat import RequestStatus
 from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
+from stateferry.vllm.stats import StateFerryStats, record_handoff
 from stateferry.wire import Offer, RankAddress, is_decode_leg, is_prefill_leg, offer_to_params, parse_offer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class SchedulerHalf:
         groups: tuple[Group, ...],
         hash_block_tokens: int | None,
         *,
+        tp_size: int = 1,
         produces: bool,
         consumes: bool,
     ) -> None:
@@ -60,7 +62,9 @@ class SchedulerHalf:
         self._hash_block_tokens = hash_block_tokens
         self._produces = produces
         self._consumes = consumes
-        self._has_state = any(g.kind is GroupKind.STATE and g.transfers for g in groups)
+        self._cuts = any(g.kind is not GroupKind.ATTENTION and g.transfers for g in groups)
+        """Whether prefill legs are cut to N-1 tokens: neither a recurrent state nor the front of a sliding
+        window, whose blocks vLLM frees as it moves on, can be wound back by a token."""
         self._ranks: tuple[RankAddress, ...] = ()
         self._claimable: dict[RequestId, Claimable] = {}
         self._prefills: dict[RequestId, str] = {}
@@ -70,6 +74,12 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._closes: list[Close] = []
         self._step = 0
+        self._tp_size = tp_size
+        self._reports: dict[RequestId, list[Report]] = {}
+        """Of hand-offs that some ranks have ended and others not."""
+        self._open_counts: dict[int, int] = {}
+        self._stats = StateFerryStats()
+        self._told_open_count = -1
 
     def set_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Where this engine's workers listen, by tensor-parallel rank."""
@@ -88,7 +98,7 @@ class SchedulerHalf:
         if self._produces and is_prefill_leg(params):
             reason = why_not_offered(request)
             self._prefills[RequestId(request.request_id)] = reason
-            if self._has_state and not reason:
+            if self._cuts and not reason:
                 cut_last_token(request, self._hash_block_tokens)
             request.max_tokens = 1
         elif self._consumes and is_decode_leg(params):
@@ -152,26 +162,29 @@ class SchedulerHalf:
             return
         local_tokens = claimable.offer.num_tokens - external_tokens
         try:
-            loads = self._group_loads(claimable.offer, blocks, local_tokens)
+            loads = self._group_loads(claimable.offer, blocks)
             self._loads.append(Load(request_id, local_tokens, loads))
         except LayoutError as e:
             # vLLM waits for these blocks now, so it must hear of them from the ferry.
             self._loads.append(Load(request_id, local_tokens, (), problem=str(e)))
 
-    def _group_loads(self, offer: Offer, blocks: Any, local_tokens: int) -> tuple[GroupLoad, ...]:
+    def _group_loads(self, offer: Offer, blocks: Any) -> tuple[GroupLoad, ...]:
         loads = []
         for index, group in enumerate(self._groups):
-            positions = needed_blocks(group, local_tokens, offer.num_tokens) if group.transfers else range(0)
+            table = blocks.blocks[index]
+            positions = needed_blocks(group, 0, offer.num_tokens) if group.transfers else range(0)
+            if group.kind is not GroupKind.STATE:
+                positions = _not_cached(positions, table)
             if not positions:
                 continue
-            local_table = [b.block_id for b in blocks.blocks[index]]
+            local_table = [b.block_id for b in table]
             local, remote = pair(
                 group, positions, local_table, offer.block_ids[index], offer.first_blocks[index]
             )
-            destinations = blocks.blocks[index][positions.start : positions.stop]
-            shared = next((b.block_id for b in destinations if b.ref_cnt > 1), None)
-            if shared is not None:
-                raise LayoutError(f"group {index}: block {shared} is shared with another request")
+            destinations = table[positions.start : positions.stop]
+            taken = next((b.block_id for b in destinations if b.ref_cnt > 1 or b.block_hash), None)
+            if taken is not None:
+                raise LayoutError(f"group {index}: block {taken} is cached or shared with another request")
             loads.append(GroupLoad(index, positions.start, tuple(local.tolist()), tuple(remote.tolist())))
         return tuple(loads)
 
@@ -193,6 +206,29 @@ class SchedulerHalf:
             claimable = self._claimable.get(report.request_id)
             if claimable is not None:
                 claimable.reports += (report,)
+        self._count(news)
+
+    def _count(self, news: StateFerryWorkerMetadata) -> None:
+        for report in news.reports:
+            so_far = self._reports.setdefault(report.request_id, [])
+            so_far.append(report)
+            if len(so_far) == self._tp_size:
+                record_handoff(self._stats, self._groups, self._reports.pop(report.request_id))
+        self._open_counts |= news.open_counts
+        self._stats.add("stateferry_grants", news.released, "released")
+        self._stats.add("stateferry_grants", news.expired, "expired")
+        self._stats.add("stateferry_refused_claims", news.refused_claims)
+
+    def take_stats(self) -> StateFerryStats | None:
+        """What happened since the last call; None: nothing."""
+        open_count = self.open_count + sum(self._open_counts.values())
+        if open_count != self._told_open_count:
+            self._told_open_count = open_count
+            self._stats.set("stateferry_open_handoffs", open_count)
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, StateFerryStats()
+        return stats
 
     # -- it finishes -----------------------------------------------------------------------------
 
@@ -210,7 +246,7 @@ class SchedulerHalf:
         # Nothing but a whole prefix may be offered; a stop token as P's only token does no harm to it.
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return False, None
-        num_tokens = request.num_prompt_tokens - (0 if self._has_state else 1)
+        num_tokens = request.num_prompt_tokens - (0 if self._cuts else 1)
         tables: list[tuple[int, ...]] = []
         firsts: list[int] = []
         try:
@@ -269,3 +305,13 @@ class SchedulerHalf:
                 }
             }
         }
+
+
+def _not_cached(positions: range, table: Sequence[Any]) -> range:
+    """Those of `positions` that follow the last block of `table` found in the local prefix cache.
+
+    Groups hit differently far, and vLLM counts the attention group's hit only, so the count of local tokens
+    does not tell what a window group has.
+    """
+    cached = [i for i in positions if i < len(table) and table[i].block_hash is not None]
+    return range(cached[-1] + 1, positions.stop) if cached else positions

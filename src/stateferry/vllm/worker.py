@@ -4,6 +4,7 @@ vLLM calls everything here on the worker's own thread, between and around forwar
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from stateferry.config import Config
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
 from stateferry.ids import EngineId, RequestId, TransferId, new_epoch
 from stateferry.layout.spec import Pieces
-from stateferry.session import Orders, Outcome, Report, Results
+from stateferry.session import Counters, Orders, Outcome, Report, Results
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
 from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
@@ -57,12 +58,16 @@ class WorkerHalf:
         self._stranded = Results()
         self._reports: tuple[Report, ...] = ()
         self._lost: frozenset[RequestId] = frozenset()
+        self._tp_rank = 0
+        self._told = (0, Counters())
+        """Open count and counters as the scheduler half last heard them."""
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Describe the cache, register its memory, start the ferry. Errors end the start-up."""
         parallel = self._vllm_config.parallel_config
         tp_size = parallel.tensor_parallel_size
         tp_rank = parallel.rank % tp_size
+        self._tp_rank = tp_rank
         layout, regions = describe(
             self._kv_cache_config,
             self._vllm_config,
@@ -137,10 +142,21 @@ class WorkerHalf:
 
     def news(self) -> StateFerryWorkerMetadata | None:
         """What the scheduler half should know."""
-        if not (self._reports or self._lost):
+        ferry = self._ferry
+        if ferry is None:
             return None
-        news = StateFerryWorkerMetadata(self._reports, self._lost)
-        self._reports, self._lost = (), frozenset()
+        before, now = self._told, (ferry.open_count, replace(ferry.counters))
+        if now == before and not (self._reports or self._lost):
+            return None
+        news = StateFerryWorkerMetadata(
+            self._reports,
+            self._lost,
+            {self._tp_rank: now[0]},
+            now[1].released - before[1].released,
+            now[1].expired - before[1].expired,
+            now[1].refused_claims - before[1].refused_claims,
+        )
+        self._reports, self._lost, self._told = (), frozenset(), now
         return news
 
     def shutdown(self) -> None:

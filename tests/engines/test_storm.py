@@ -1,0 +1,85 @@
+"""Many requests at once through the router, half of them cancelled: the others are right, nothing leaks."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.engines.conftest import Pair
+
+from stateferry.stack import AnswerError, Client, Router
+
+REQUESTS = 64
+CONCURRENCY = 16
+SETTLE_S = 30.0
+TOKENS = 12
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+
+
+def prompt_of(index: int) -> list[int]:
+    rng = random.Random(index)
+    return [rng.randrange(16, 250) for _ in range(rng.choice([5, 40, 200, 700, 900]))]
+
+
+def everything_is_free(client: Client, pair: Pair) -> str:
+    """Empty when both engines hold nothing; otherwise what is still held."""
+    for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
+        metrics = client.metrics(engine.url)
+        for metric in ("vllm:kv_cache_usage_perc", "stateferry_open_handoffs"):
+            if metrics.total(metric):
+                return f"{name} engine: {metric} is {metrics.total(metric)}"
+    return ""
+
+
+def assert_settles(client: Client, pair: Pair) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while held := everything_is_free(client, pair):
+        assert time.monotonic() < deadline, f"still held after {SETTLE_S:g} s: {held}"
+        time.sleep(0.2)
+
+
+def test_half_of_sixty_four_cancelled(client: Client, pair: Pair, router: Router) -> None:
+    prompts = [prompt_of(i) for i in range(REQUESTS)]
+    rng = random.Random(99)
+    cancelled = set(rng.sample(range(REQUESTS), REQUESTS // 2))
+    # What one engine answers, asked one by one.
+    expected = {
+        i: client.complete(pair.prefill.url, prompts[i], TOKENS).token_ids
+        for i in range(REQUESTS)
+        if i not in cancelled
+    }
+
+    def ask(index: int) -> tuple[int, ...] | None:
+        if index not in cancelled:
+            return client.complete(router.url, prompts[index], TOKENS).token_ids
+        try:
+            if index % 4 == 0:
+                # Between the legs: the prefill is done, and nobody ever asks for it.
+                client.handoff(pair.prefill.url, pair.decode.url, prompts[index], TOKENS, between=_hang_up)
+            client.complete(router.url, prompts[index], 400, timeout_s=rng.uniform(0.005, 1.5))
+        except (AnswerError, ConnectionAbortedError):
+            return None
+        return None
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        answers = list(pool.map(ask, range(REQUESTS)))
+    wrong = [i for i, tokens in expected.items() if answers[i] != tokens]
+    # A batch is computed by other kernels than a single request, so near-ties may flip: compare what
+    # differs with the same request asked once more alone.
+    again = [i for i in wrong if client.complete(router.url, prompts[i], TOKENS).token_ids != expected[i]]
+    assert not again
+    assert len(wrong) <= len(expected) // 8, f"{len(wrong)} of {len(expected)} answers differ"
+    assert_settles(client, pair)
+
+
+def _hang_up(params: dict[str, object]) -> dict[str, object]:
+    raise ConnectionAbortedError
+
+
+def test_the_check_above_would_see_a_leak(client: Client, pair: Pair) -> None:
+    assert_settles(client, pair)
+    with pytest.raises(ConnectionAbortedError):
+        client.handoff(pair.prefill.url, pair.decode.url, prompt_of(3), TOKENS, between=_hang_up)
+    assert "prefill engine" in everything_is_free(client, pair)
+    assert_settles(client, pair)  # its lease ends
