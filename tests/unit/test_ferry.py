@@ -9,7 +9,7 @@ import zmq
 from msgspec.structs import replace
 
 from stateferry.config import Config, Verify
-from stateferry.errors import ConfigError, TransportError, TransportUnavailable
+from stateferry.errors import ConfigError, TransportUnavailable
 from stateferry.ids import RequestId
 from stateferry.session import GroupLoad, Load, Orders, Outcome, VirtualClock
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
@@ -275,7 +275,7 @@ def test_a_library_that_cannot_even_be_imported_ends_the_start() -> None:
         def register(self, regions: object) -> bytes:
             raise SyntaxError("half-written file")
 
-    with pytest.raises(TransportError, match="half-written"):
+    with pytest.raises(SyntaxError, match="half-written"):
         EngineRank("p", transport=Broken(TransportOptions())).ferry.start()
 
 
