@@ -1,0 +1,178 @@
+"""What vLLM's worker does with a scheduled step, on pages of the simulated model.
+
+Follows the V1 runner: connector orders, then zeroing, block copies, the aligned states' move to the column
+they are written in, the forward, and at the end what the connector has to say.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulated_model import WRONG_TOKEN, AttentionLayer, StateLayer, chain, link, sampled, seed
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+
+@dataclass
+class Row:
+    """One request as the worker knows it."""
+
+    tokens: list[int]
+    links: list[bytes]
+    """c(0) … c(len(tokens))."""
+    tables: list[list[int]]
+    computed: int
+    column: int | None = None
+    """Where the aligned states were written last."""
+
+    def append(self, token: int) -> None:
+        """A token was sampled."""
+        self.tokens.append(token)
+        self.links.append(link(self.links[-1], token))
+
+
+@dataclass
+class Group:
+    """One KV-cache group's layers."""
+
+    block_tokens: int
+    window: int
+    aligned: bool
+    scratch: int
+    attention: list[AttentionLayer] = field(default_factory=list)
+    states: list[StateLayer] = field(default_factory=list)
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer | StateLayer]:
+        """All of them; a group has one kind only."""
+        return self.attention or self.states
+
+
+def groups_of(config: KVCacheConfig, caches: dict[str, Any]) -> list[Group]:
+    """The groups of a cache config over the tensors that vLLM allocated."""
+    found = []
+    for spec_of_group in config.kv_cache_groups:
+        spec = spec_of_group.kv_cache_spec
+        group = Group(
+            block_tokens=spec.block_size,
+            window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+            aligned=isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align",
+            scratch=spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0,
+        )
+        for name in spec_of_group.layer_names:
+            if isinstance(spec, MambaSpec):
+                group.states.append(StateLayer(name, caches[name], spec.state_content_size_bytes))
+            else:
+                group.attention.append(AttentionLayer(name, caches[name], 0))
+        found.append(group)
+    return found
+
+
+class SimulatedWorker:
+    """One rank. `wrong` says what a forward read that it should not have read."""
+
+    def __init__(self, groups: list[Group], connector: Any) -> None:
+        self.groups = groups
+        self.connector = connector
+        self.rows: dict[str, Row] = {}
+        self.wrong: list[str] = []
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        """One step."""
+        metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+        self.connector.handle_preemptions(metadata)
+        self._update_rows(output)
+        ids = list(output.num_scheduled_tokens)
+        for request_id in ids:
+            self._move_states(self.rows[request_id], output.num_scheduled_tokens[request_id])
+        tokens = [self._forward(request_id, output.num_scheduled_tokens[request_id]) for request_id in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=tokens,
+            kv_connector_output=self._connector_output(metadata, output.finished_req_ids),
+        )
+
+    def _connector_output(self, metadata: Any, finished: set[str]) -> KVConnectorOutput:
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        results = self.connector.get_transfer_results(finished)
+        news = self.connector.build_connector_worker_meta()
+        self.connector.clear_connector_metadata()
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(news)),
+        )
+
+    # -- states of requests ----------------------------------------------------------------------
+
+    def _update_rows(self, output: Any) -> None:
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+        for block in output.new_block_ids_to_zero or ():
+            for group in self.groups:
+                for layer in group.attention:
+                    layer.fill(block, 0)
+        for copy in output.kv_cache_block_copies or ():
+            for group in self.groups:
+                for layer in group.layers:
+                    layer.copy(copy.src_block_id, copy.dst_block_id)
+        for new in output.scheduled_new_reqs:
+            start = seed(new.lora_request.lora_name if new.lora_request else None)
+            tokens = list(new.prompt_token_ids)
+            tables = [list(ids) for ids in new.block_ids]
+            self.rows[new.req_id] = Row(tokens, chain(tokens, start), tables, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            row = self.rows[request_id]
+            new_ids = cached.new_block_ids[i]
+            row.computed = cached.num_computed_tokens[i]
+            if request_id in cached.resumed_req_ids:
+                row.tables = [list(ids) for ids in new_ids]
+                row.column = None
+            elif new_ids is not None:
+                for table, ids in zip(row.tables, new_ids, strict=True):
+                    table.extend(ids)
+
+    # -- the forward -----------------------------------------------------------------------------
+
+    def _move_states(self, row: Row, count: int) -> None:
+        """Bring h(computed) into the column where h(computed + count) will be written."""
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if not group.aligned:
+                continue
+            before = row.column if row.column is not None else (row.computed - 1) // group.block_tokens
+            column = -(-(row.computed + count) // group.block_tokens) - 1
+            if before not in (-1, column):
+                for layer in group.states:
+                    layer.copy(table[before], table[column])
+        columns = {-(-(row.computed + count) // g.block_tokens) - 1 for g in self.groups if g.aligned}
+        row.column = columns.pop() if columns else None
+
+    def _forward(self, request_id: str, count: int) -> list[int]:
+        row = self.rows[request_id]
+        start, end = row.computed, row.computed + count
+        wrong: list[str] = []
+        for group, table in zip(self.groups, row.tables, strict=True):
+            for layer in group.states:
+                block = table[row.column or 0] if group.aligned else table[0]
+                if start:
+                    wrong += layer.wrong(block, start, row.links)
+                layer.write(block, row.links[end])
+            first = max(0, start - group.window + 1) if group.window else 0
+            for layer in group.attention:
+                wrong += layer.wrong(table, group.block_tokens, range(first, start), row.links)
+                for token in range(start, end):
+                    block = table[token // group.block_tokens]
+                    layer.write(block, token % group.block_tokens, row.links[token + 1])
+        self.wrong += [f"{request_id}, tokens {start} to {end - 1}: {what}" for what in wrong]
+        if end < len(row.tokens):
+            return []
+        token = WRONG_TOKEN if wrong else sampled(row.links[end])
+        row.append(token)
+        return [token]
