@@ -5,7 +5,8 @@
        +----- lease ends -+------------------> finished (expired)
 
 A claim may overtake its grant: the response reaches the consumer while this rank's worker is still
-in the step before the one that carries the grant. Such a claim is parked for `PARK_S`.
+in the step before the one that carries the grant. Such a claim is parked for `PARK_S`. A release may,
+too, when the consumer wants nothing from the offer: then the grant ends as soon as it comes.
 """
 
 from collections import OrderedDict
@@ -91,6 +92,10 @@ class Ledger:
     def grant(self, grant: Grant, now_s: float) -> list[tuple[Hashable, ClaimAnswer]]:
         """Start to keep a request's blocks. Returns answers to claims that were waiting for it."""
         self.counters.granted += 1
+        if grant.transfer_id in self._ended:
+            self.counters.released += 1
+            self._finished.append(grant.request_id)
+            return []
         self._holdings[grant.transfer_id] = Holding(grant, now_s + self._lease_s)
         waiting = self._parked.pop(grant.transfer_id, [])
         return [(p.sender, self._claim(p.claim, now_s)) for p in waiting]
@@ -124,7 +129,10 @@ class Ledger:
         holding = self._holdings.get(release.transfer_id)
         theirs = holding is not None and holding.claimant in ("", release.claimant)
         if holding is None or not theirs:
-            self.counters.late_releases += 1
+            if holding is None and release.transfer_id not in self._ended:
+                self._release_early(release)
+            else:
+                self.counters.late_releases += 1
             return ReleaseAnswer(transfer_id=release.transfer_id, known=False)
         holding.claimant = release.claimant
         holding.released_ranks.add(release.tp_rank)
@@ -185,10 +193,23 @@ class Ledger:
         self.counters.refused_claims += 1
         return ClaimAnswer(transfer_id=claim.transfer_id, reason=reason)
 
+    def _release_early(self, release: Release) -> None:
+        """A release overtook the grant: nothing was read yet, so one rank that gave up speaks for all.
+        Another claimant, who waits for the same grant, may still have the offer."""
+        parked = self._parked.pop(release.transfer_id, [])
+        others = [p for p in parked if p.claim.claimant != release.claimant]
+        if others:
+            self._parked[release.transfer_id] = others
+        else:
+            self._remember(release.transfer_id, f"was released by {release.claimant} before it was granted")
+
     def _end(self, holding: Holding, became: str) -> None:
         transfer_id = holding.grant.transfer_id
         del self._holdings[transfer_id]
         self._finished.append(holding.grant.request_id)
+        self._remember(transfer_id, became)
+
+    def _remember(self, transfer_id: TransferId, became: str) -> None:
         self._ended[transfer_id] = became
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
