@@ -97,6 +97,12 @@ class Peer(ABC):
         Anything that is wrong with the peer gives a FAILED transfer instead.
         """
 
+    @property
+    def usable(self) -> bool:
+        """False after a failure that no new read can get over: close it, and connect again with the
+        registration that the peer has then."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Forget the peer. Idempotent. No transfer may be pending."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from stateferry.errors import ProtocolError, TransportClosed, TransportError, TransportUnavailable
 from stateferry.layout.spec import Pieces
+from stateferry.transport import linux
 from stateferry.transport.base import (
     Capabilities,
     MemoryKind,
@@ -29,18 +30,6 @@ from stateferry.transport.base import (
     TransferState,
     Transport,
     TransportOptions,
-)
-from stateferry.transport.linux import (
-    IOVEC,
-    MAX_IOVECS,
-    ProcView,
-    ReadCall,
-    allow_readers,
-    build_iovecs,
-    explain,
-    explain_permission,
-    hostname,
-    load_process_vm_readv,
 )
 from stateferry.transport.pieces import RegionTable, Spans, batch_ends, cut, resolve_pieces
 
@@ -81,11 +70,11 @@ class CmaTransport(Transport):
         self,
         options: TransportOptions | None = None,
         *,
-        view: ProcView | None = None,
-        read: ReadCall | None = None,
+        view: linux.ProcView | None = None,
+        read: linux.ReadCall | None = None,
     ) -> None:
-        self.view = view or ProcView()
-        self.read = read or load_process_vm_readv()
+        self.view = view or linux.ProcView()
+        self.read = read or linux.load_process_vm_readv()
         self.local = RegionTable("local", [])
         self.closed = False
         # The reader compares these bytes: kept alive, at one address, as long as this object.
@@ -107,7 +96,7 @@ class CmaTransport(Transport):
         self._registered = True
         self._cookie.raw = secrets.token_bytes(COOKIE_BYTES)
         if self.view.ptrace_scope() == 1:
-            allow_readers()
+            linux.allow_readers()
         return msgspec.msgpack.encode(
             _Registration(
                 pid=os.getpid(),
@@ -115,7 +104,7 @@ class CmaTransport(Transport):
                 uid=os.geteuid(),
                 pid_namespace=self.view.pid_namespace(),
                 boot_id=self.view.boot_id(),
-                hostname=hostname(),
+                hostname=linux.hostname(),
                 regions=tuple(spans),
                 cookie_address=ctypes.addressof(self._cookie),
                 cookie=self._cookie.raw,
@@ -150,7 +139,7 @@ class CmaTransport(Transport):
         if blob.boot_id != ours:
             return (
                 f"the peer runs on another host ({blob.hostname}, boot id {blob.boot_id}; this is "
-                f"{hostname()}, boot id {ours}); use transport nixl"
+                f"{linux.hostname()}, boot id {ours}); use transport nixl"
             )
         namespace = self.view.pid_namespace()
         if blob.pid_namespace != namespace:
@@ -173,16 +162,17 @@ class _CmaPeer(Peer):
         self.cookie = blob.cookie
         self.cookie_address = blob.cookie_address
         self.closed = False
+        self.gone = False
         self._uid = blob.uid
 
     def probe(self) -> str:
         """Read the cookie once. Empty: this is the process that registered; else why not."""
         found = ctypes.create_string_buffer(COOKIE_BYTES)
-        local = np.array([(ctypes.addressof(found), COOKIE_BYTES)], dtype=IOVEC)
-        remote = np.array([(self.cookie_address, COOKIE_BYTES)], dtype=IOVEC)
+        local = np.array([(ctypes.addressof(found), COOKIE_BYTES)], dtype=linux.IOVEC)
+        remote = np.array([(self.cookie_address, COOKIE_BYTES)], dtype=linux.IOVEC)
         got = self.transport.read(self.pid, local.ctypes.data, remote.ctypes.data, 1)
         if got == -errno.EPERM:
-            return explain_permission(self.pid, self._uid, self.transport.view)
+            return linux.explain_permission(self.pid, self._uid, self.transport.view)
         if got == -errno.ESRCH:
             return f"no such process: {self.pid} (the peer's engine ended)"
         if got == -errno.ENOSYS:
@@ -192,7 +182,12 @@ class _CmaPeer(Peer):
                 f"process {self.pid} does not hold the registration's cookie: the peer closed its "
                 f"transport, or this is another process"
             )
-        return "" if got == COOKIE_BYTES else f"reading process {self.pid}: {explain(max(-got, 0))}"
+        return "" if got == COOKIE_BYTES else f"reading process {self.pid}: {linux.explain(max(-got, 0))}"
+
+    @property
+    def usable(self) -> bool:
+        """False once a read found another process, no process, or no registration."""
+        return not self.gone
 
     def post_read(self, pieces: Pieces) -> Transfer:
         if self.closed or self.transport.closed:
@@ -213,12 +208,12 @@ class _CmaTransfer(Transfer):
         self._state = TransferState.PENDING if self._total else TransferState.DONE
         self._next = 0
         spans = cut(spans, SLICE_BYTES)
-        self._ends = batch_ends(spans.sizes, SLICE_BYTES, MAX_IOVECS - 1)
+        self._ends = batch_ends(spans.sizes, SLICE_BYTES, linux.MAX_IOVECS - 1)
         self._found = ctypes.create_string_buffer(COOKIE_BYTES)
         found = (ctypes.addressof(self._found), COOKIE_BYTES)
         cookie = (peer.cookie_address, COOKIE_BYTES)
-        self._local = build_iovecs(spans.local, spans.sizes, self._ends, found)
-        self._remote = build_iovecs(spans.remote, spans.sizes, self._ends, cookie)
+        self._local = linux.build_iovecs(spans.local, spans.sizes, self._ends, found)
+        self._remote = linux.build_iovecs(spans.remote, spans.sizes, self._ends, cookie)
 
     @property
     def bytes_done(self) -> int:
@@ -266,18 +261,20 @@ class _CmaTransfer(Transfer):
                     f"stopped twice at {self._where(first)}, {self._bytes_done} of {self._total} bytes"
                 )
                 return
-        if got < 0:
-            self._fail(f"stopped at {self._where(first)}: {explain(-got)}")
-        elif self._found.raw != self._peer.cookie:
-            self._fail("the peer closed its transport, or its process is another one now")
-        else:
+        if got == wanted and self._found.raw == self._peer.cookie:
             self._bytes_done += size
             self._next += 1
             if self._next == len(self._ends):
                 self._state = TransferState.DONE
+            return
+        self._peer.gone = True
+        if got < 0:
+            self._fail(f"stopped at {self._where(first)}: {linux.explain(-got)}")
+        else:
+            self._fail("the peer closed its transport, or its process is another one now")
 
     def _call(self, first: int, last: int) -> int:
-        skip = first * IOVEC.itemsize
+        skip = first * linux.IOVEC.itemsize
         local, remote = self._local.ctypes.data + skip, self._remote.ctypes.data + skip
         return self._peer.transport.read(self._peer.pid, local, remote, last - first)
 

@@ -100,6 +100,11 @@ class _MemoryPeer(Peer):
         self.shelf = shelf
         self.closed = False
 
+    @property
+    def usable(self) -> bool:
+        """False once the peer closed its transport."""
+        return self.shelf.open
+
     def post_read(self, pieces: Pieces) -> Transfer:
         if self.closed or self.transport.closed:
             raise TransportClosed("memory transport: post_read after close")

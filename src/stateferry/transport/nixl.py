@@ -6,6 +6,7 @@ that the peer wipes when it closes.
 """
 
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +91,10 @@ class _Memory:
 
 
 class NixlTransport(Transport):
-    """See the module. NIXL's progress thread runs from construction to `close`."""
+    """See the module. NIXL's progress thread runs from construction to `close`.
+
+    `clock` and `pause` are replaced in tests.
+    """
 
     name = "nixl"
     capabilities = Capabilities(memory_kinds=frozenset({MemoryKind.CPU, MemoryKind.CUDA}))
@@ -100,7 +104,7 @@ class NixlTransport(Transport):
         options: TransportOptions | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        pause: Callable[[float], object] | None = None,
     ) -> None:
         options = options or TransportOptions()
         self.agent = NixlAgent(f"stateferry-{uuid.uuid4().hex}", options.nixl_backends, options.nixl_threads)
@@ -108,7 +112,7 @@ class NixlTransport(Transport):
         self._users: dict[str, int] = {}
         """How many open peers use each connected agent."""
         self._clock = clock
-        self._sleep = sleep
+        self._pause = pause or threading.Event().wait
         self._landings = Landings(self.agent)
         # The peer reads it: kept alive, at one address, until the agent is gone.
         self._cookie = np.zeros(COOKIE_BYTES, dtype=np.uint8)
@@ -202,7 +206,7 @@ class NixlTransport(Transport):
                     f"nixl: agent {peer.link.name} did not answer within {timeout_s:g} s; is its engine "
                     f"alive, and is there a network between the two (UCX_TLS, UCX_NET_DEVICES)?"
                 )
-            self._sleep(CONNECT_POLL_S)
+            self._pause(CONNECT_POLL_S)
         if check.error:
             raise TransportUnavailable(f"nixl: agent {peer.link.name}: {check.error}")
 
@@ -212,6 +216,11 @@ class _NixlPeer(Peer):
         self.link = link
         self._transport = transport
         self._remote = remote
+
+    @property
+    def usable(self) -> bool:
+        """NIXL gives an agent up at the first failed operation; another connect starts anew."""
+        return not self.link.broken
 
     def post_read(self, pieces: Pieces) -> Transfer:
         if self.link.closed or self.link.agent.closed:

@@ -82,6 +82,8 @@ class Link:
     cookie_address: int
     cookie: bytes
     closed: bool = False
+    broken: bool = False
+    """A native read failed: NIXL reads nothing from that agent any more."""
 
 
 class CookieCheck:
@@ -194,12 +196,14 @@ class NixlTransfer(Transfer):
             self._native_failure(self._check.error)
         elif state is TransferState.DONE:
             if self._check.error:
+                self._link.broken = True
                 self._fail(self._check.error)
             else:
                 self._state = TransferState.DONE
 
     def _native_failure(self, why: str) -> None:
         self._failed_at = self._link.clock()
+        self._link.broken = True
         self._fail(why)
 
     def _fail(self, why: str) -> None:
