@@ -71,11 +71,11 @@ class Reading:
             return
         if not self.done_s and self._status().done:
             self.done_s = clock.now_s()
-            verify = self._verify(config)
-            if verify is Verify.OFF:
-                self.verified = True
-            elif not self.handoff.failure:
-                self._ask_digests(links, layout, memory, verify)
+            self.verified = self._verify(config) is Verify.OFF
+        # Before a claim is answered the producer rank may not have heard of the offer itself yet.
+        held = self.handoff.claimed and not self.handoff.failure
+        if self.done_s and held and not self.verified and self.expected_digests is None:
+            self._ask_digests(links, layout, memory, self._verify(config))
 
     def settle(self, now_s: float) -> Outcome | None:
         """The outcome, if this hand-off is over."""
