@@ -33,7 +33,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "testing": frozenset(
         {"config", "errors", "ferry", "ids", "layout", "session", "telemetry", "transport", "wire"}
     ),
-    "gate": frozenset({"config", "errors", "ids", "models", "stack", "testing", "wire"}),
+    "gate": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "wire"}),
     "bench": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "transport"}),
     "cli": ANYTHING,
 }

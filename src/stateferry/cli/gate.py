@@ -1,0 +1,206 @@
+"""`stateferry gate`: arguments, progress and tables of the accuracy gate."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from stateferry.cli.starting import shown_progress
+from stateferry.config import parse_config
+from stateferry.errors import ConfigError
+from stateferry.gate import (
+    FULL,
+    SMALL,
+    GateReport,
+    ModelReport,
+    Running,
+    Subject,
+    Tally,
+    bundled,
+    in_folder,
+    run_gate,
+    seeded,
+)
+from stateferry.models import FAMILIES
+from stateferry.stack import ProgressCallback
+
+FULL_FAMILIES = ("mamba2", "short_conv")
+"""Random models that `--full` judges beside the bundled one."""
+
+
+def gate(
+    full: Annotated[
+        bool, typer.Option("--full", help="256 prompts of 64 tokens, every kind of state: most of an hour.")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line; the rest to stderr.")
+    ] = False,
+    prefill_url: Annotated[
+        str | None, typer.Option("--prefill-url", help="An engine that runs already.", show_default=False)
+    ] = None,
+    decode_url: Annotated[
+        str | None, typer.Option("--decode-url", help="Its partner, with testing: true.", show_default=False)
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help=f"Folder of a checkpoint, or a seeded random one: {', '.join(FAMILIES)}. May be repeated. "
+            "Default: the bundled model.",
+            show_default=False,
+        ),
+    ] = None,
+    transport: Annotated[
+        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl.")
+    ] = "auto",
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", min=16, help="max_num_batched_tokens of running engines.")
+    ] = 2048,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Folder for the result of --full.", show_default="benchmarks/results"),
+    ] = None,
+    log_folder: Annotated[
+        Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)
+    ] = None,
+) -> None:
+    """Prove that two engines answer exactly as one does, and that lost state would show.
+
+    Starts a prefill and a decode engine, or takes two by their URLs. Compares tokens and top-20
+    log-probabilities without any tolerance, then damages hand-offs on purpose: the gate passes only if
+    every good one is exact and every damage is caught. docs/gate.md says what each line means.
+
+    Example: stateferry gate --json
+    """
+    parse_config({"transport": transport, "testing": True})
+    running = _running(prefill_url, decode_url, chunk_tokens)
+    subjects = [_subject(name) for name in model] if model else [bundled()]
+    if full and not model and running is None:
+        subjects += [seeded(family) for family in FULL_FAMILIES]
+    if running is not None and len(subjects) > 1:
+        raise ConfigError("--model may be given once with --prefill-url: what those engines serve")
+    console = Console(stderr=json_output)
+    if not console.is_terminal:
+        console = Console(stderr=json_output, width=140)  # a log is not folded at 80
+    report = run_gate(
+        subjects,
+        FULL if full else SMALL,
+        full=full,
+        transport=transport,
+        running=running,
+        watcher=_Shown(console),
+        log_folder=log_folder,
+    )
+    _show(console, report)
+    result = report.to_json()
+    if full:
+        console.print(f"Written to {_write(result, output or Path('benchmarks/results'), report.date[:10])}")
+    if json_output:
+        print(json.dumps(result))
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _running(prefill_url: str | None, decode_url: str | None, chunk_tokens: int) -> Running | None:
+    if prefill_url is None and decode_url is None:
+        return None
+    if prefill_url is None or decode_url is None:
+        raise ConfigError("--prefill-url and --decode-url belong together: give both, or neither")
+    return Running(prefill_url.rstrip("/"), decode_url.rstrip("/"), chunk_tokens)
+
+
+def _subject(name: str) -> Subject:
+    return seeded(name) if name in FAMILIES else in_folder(Path(name))
+
+
+def _write(result: dict[str, object], folder: Path, date: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"gate-full-{date}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return path
+
+
+class _Shown:
+    """Shows a run's stages on a console: bars on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def stage(self, name: str, steps: int) -> Iterator[Callable[[], None]]:
+        start = time.monotonic()
+        if self._console.is_terminal:
+            columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
+            with Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True) as bars:
+                task = bars.add_task(name, total=steps)
+                yield lambda: bars.advance(task)
+        else:
+            yield lambda: None
+        self._console.print(f"  {name}: {time.monotonic() - start:.0f} s", markup=False, highlight=False)
+
+    def starting(self, name: str) -> AbstractContextManager[ProgressCallback]:
+        self._console.print(f"{name}: starting a prefill and a decode engine", markup=False)
+        return shown_progress(self._console)
+
+
+def _show(console: Console, report: GateReport) -> None:
+    plans, size = report.structure["plans"], report.structure["bytes"]
+    console.print(f"\nStructure: {size:,} bytes of {plans} plans, each planned exactly once", highlight=False)
+    for model in report.models:
+        _show_model(console, model)
+    for text in report.failures():
+        console.print(f"  {text}", markup=False, highlight=False)
+    word = "[bold green]Passed.[/bold green]" if report.passed else "[bold red]Failed.[/bold red]"
+    console.print(f"\n{word} {report.seconds:.0f} s")
+
+
+def _show_model(console: Console, model: ModelReport) -> None:
+    clean, plain, facts = model.clean, model.plain, model.facts
+    console.print(
+        f"\n{model.model} over {model.transport}: blocks of {facts.block_tokens} tokens, chunks of "
+        f"{facts.chunk_tokens}\n"
+        f"  two engines as one: {clean.exact} of {clean.prompts} prompts exact over {clean.tokens} tokens, "
+        f"largest log-probability difference {clean.max_logprob_difference:.3g}\n"
+        f"  bytes: {clean.right} of {clean.prompts} right; {clean.state_bytes:,} of state a hand-off, "
+        f"{clean.attention_block_bytes:,} a block of attention, {clean.moved_bytes:,} in all\n"
+        f"  for comparison, one engine that prefills the same prompt: {plain.same} of {plain.prompts} exact, "
+        f"{plain.same_token} same first token, largest difference {plain.max_logprob_difference:.3g}",
+        highlight=False,
+    )
+    table = Table(caption="differences: of log-probabilities of the first token", caption_justify="left")
+    table.add_column("damage", no_wrap=True)
+    for heading in ("judged", "caught", "errors", "least difference", "median", "digests"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    digests = {tally.name: tally for tally in model.digests}
+    for name in [tally.name for tally in model.digests]:
+        tokens = next((tally for tally in model.mutants if tally.name == name), None)
+        table.add_row(name, *_cells(tokens), *_digest_cells(digests[name], tokens))
+    console.print(table)
+
+
+def _cells(tally: Tally | None) -> tuple[str, ...]:
+    if tally is None:
+        return ("-",) * 5
+    numbers = (tally.smallest_difference, tally.median_difference)
+    return (
+        str(tally.judged),
+        str(tally.caught),
+        str(tally.errors),
+        *("-" if number is None else f"{number:.2g}" for number in numbers),
+    )
+
+
+def _digest_cells(digests: Tally, tokens: Tally | None) -> tuple[str, str]:
+    passed = digests.passed and (tokens is None or tokens.passed)
+    verdict = (tokens or digests).verdict
+    return (
+        f"{digests.caught} of {digests.judged}",
+        f"[green]{verdict}[/green]" if passed else f"[red]{verdict}[/red]",
+    )
