@@ -58,8 +58,11 @@ METRICS: dict[str, Metric] = {
         Metric(
             "stateferry_open_handoffs",
             MetricKind.GAUGE,
-            "Hand-offs that are open on this engine: requests with an offer and blocks kept for others, "
-            "all ranks and both halves added up. 0 when nothing is going on.",
+            "Hand-offs that are open on this engine. scheduler: requests with an offer, blocks kept for others "
+            "or being read into, as vLLM's scheduler sees them. ferry: all ranks' ferries added up, as of "
+            "the last step (an idle engine takes none). 0 when nothing is going on.",
+            "half",
+            ("scheduler", "ferry"),
         ),
         Metric(
             "stateferry_grants",

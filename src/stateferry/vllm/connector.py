@@ -103,6 +103,9 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         """News from the workers."""
+        self._half().reported(
+            set(connector_output.finished_sending or ()), set(connector_output.finished_recving or ())
+        )
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, StateFerryWorkerMetadata):
             self._half().heard(news)

@@ -69,6 +69,10 @@ class SchedulerHalf:
         self._claimable: dict[RequestId, Claimable] = {}
         self._prefills: dict[RequestId, str] = {}
         """Prefill legs that run, with why their result will not be offered ("": it will)."""
+        self._granted: set[str] = set()
+        """Finished prefills whose blocks wait for a consumer."""
+        self._loading: set[str] = set()
+        """Requests whose blocks are being read into."""
         self._grants: list[Grant] = []
         self._opens: list[Open] = []
         self._loads: list[Load] = []
@@ -79,7 +83,7 @@ class SchedulerHalf:
         """Of hand-offs that some ranks have ended and others not."""
         self._open_counts: dict[int, int] = {}
         self._stats = StateFerryStats()
-        self._told_open_count = -1
+        self._told_open_counts: dict[str, int] = {}
 
     def set_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Where this engine's workers listen, by tensor-parallel rank."""
@@ -87,8 +91,13 @@ class SchedulerHalf:
 
     @property
     def open_count(self) -> int:
-        """Prefill and decode legs that are not finished here."""
-        return len(self._claimable) + len(self._prefills)
+        """Prefill and decode legs that are not finished here, and blocks that ferries still hold."""
+        return len(self._claimable.keys() | self._loading) + len(self._prefills) + len(self._granted)
+
+    def reported(self, sent: set[str], received: set[str]) -> None:
+        """vLLM heard from all ranks that these requests' blocks are held no more."""
+        self._granted.difference_update(sent)
+        self._loading.difference_update(received)
 
     # -- a request arrives -----------------------------------------------------------------------
 
@@ -160,6 +169,7 @@ class SchedulerHalf:
         if external_tokens == 0:
             self._closes.append(Close(request_id))
             return
+        self._loading.add(request_id)
         local_tokens = claimable.offer.num_tokens - external_tokens
         try:
             loads = self._group_loads(claimable.offer, blocks)
@@ -221,10 +231,11 @@ class SchedulerHalf:
 
     def take_stats(self) -> StateFerryStats | None:
         """What happened since the last call; None: nothing."""
-        open_count = self.open_count + sum(self._open_counts.values())
-        if open_count != self._told_open_count:
-            self._told_open_count = open_count
-            self._stats.set("stateferry_open_handoffs", open_count)
+        open_counts = {"scheduler": self.open_count, "ferry": sum(self._open_counts.values())}
+        if open_counts != self._told_open_counts:
+            self._told_open_counts = open_counts
+            for half, count in open_counts.items():
+                self._stats.set("stateferry_open_handoffs", count, half)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, StateFerryStats()
@@ -275,6 +286,7 @@ class SchedulerHalf:
             lease_s=self._config.lease_s,
             ranks=self._ranks,
         )
+        self._granted.add(request.request_id)
         self._grants.append(
             Grant(offer.request_id, offer.transfer_id, num_tokens, offer.block_ids, offer.first_blocks)
         )

@@ -36,9 +36,9 @@ class StateFerryStats(KVConnectorStats):
         values = self.data.setdefault(name, {})
         values[label] = values.get(label, 0) + value
 
-    def set(self, name: str, value: float) -> None:
+    def set(self, name: str, value: float, label: str = "") -> None:
         """Say how something stands now."""
-        self.data[name] = {"": value}
+        self.data.setdefault(name, {})[label] = value
 
     def observe(self, name: str, value: float) -> None:
         """Add one observation."""
