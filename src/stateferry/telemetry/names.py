@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
         Metric(
             "stateferry_open_handoffs",
             MetricKind.GAUGE,
-            "Hand-offs that are open on this engine. scheduler: requests with an offer, blocks kept for others "
+            "Hand-offs that are open here. scheduler: requests with an offer, blocks kept for others "
             "or being read into, as vLLM's scheduler sees them. ferry: all ranks' ferries added up, as of "
             "the last step (an idle engine takes none). 0 when nothing is going on.",
             "half",
