@@ -78,7 +78,7 @@ class ModelReport:
         found = [f"{self.model}: {text}" for text in self.clean.failures]
         for arm, tallies in (("answers", self.mutants), ("digests", self.digests)):
             for tally in (t for t in tallies if not t.passed):
-                reasons = [f"{count} × {reason}" for reason, count in tally.not_judged.items()]
+                reasons = [f"{count} times {reason}" for reason, count in tally.not_judged.items()]
                 why = f" ({'; '.join(reasons)})" if reasons else ""
                 found.append(f"{self.model}: damage {tally.name!r}, {arm}: {tally.verdict}{why}")
         return found
