@@ -82,12 +82,13 @@ def make_config(
     policy: str = "recompute",
     caching: bool = True,
     async_scheduling: bool = False,
+    model_name: str = "simulated",
     **connector_settings: Any,
 ) -> VllmConfig:
     """A VllmConfig for one engine; only the model is a stand-in."""
     plugin.register()
     config = copy(_base_config())
-    config.model_config = _model_config()
+    config.model_config = _model_config(model_name)
     config.cache_config = CacheConfig(
         block_size=model.block,
         enable_prefix_caching=caching and model.caching,
@@ -138,11 +139,11 @@ def register(config: VllmConfig, cache: KVCacheConfig, tensors: dict[str, Any], 
     return connector, connector.get_handshake_metadata()
 
 
-def _model_config() -> Any:
+def _model_config(name: str) -> Any:
     """As much of a ModelConfig as the scheduler, the cache manager and the connector ask for."""
     hf_config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
     return SimpleNamespace(
-        model="simulated",
+        model=name,
         revision=None,
         architecture="SimulatedForCausalLM",
         dtype=torch.bfloat16,

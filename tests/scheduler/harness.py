@@ -287,6 +287,7 @@ class Pair:
         self,
         model: CacheModel,
         *,
+        role: str | None = None,
         producer: dict[str, Any] | None = None,
         consumer: dict[str, Any] | None = None,
         **both: Any,
@@ -294,8 +295,8 @@ class Pair:
         self.model = model
         self.log = LoudLog()
         logging.getLogger("stateferry").addHandler(self.log)
-        self.producer = Engine("kv_producer", model, **(both | (producer or {})))
-        self.consumer = Engine("kv_consumer", model, **(both | (consumer or {})))
+        self.producer = Engine(role or "kv_producer", model, **(both | (producer or {})))
+        self.consumer = Engine(role or "kv_consumer", model, **(both | (consumer or {})))
         self.offered_pages: dict[str, dict[tuple[int, int], list[bytes]]] = {}
         """Per transfer, group and position: the producer's pages when it made the offer."""
 

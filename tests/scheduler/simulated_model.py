@@ -99,14 +99,13 @@ class AttentionLayer(Layer):
         self, table: Sequence[int], block_tokens: int, seen: range, links: list[bytes]
     ) -> Iterator[str]:
         """Tokens among `seen` whose cell is not what it must be."""
-        for token in seen:
-            block = table[token // block_tokens]
-            cell = self.pages[block, :, token % block_tokens, :]
-            if not np.array_equal(cell, np.broadcast_to(self._cell(links[token + 1]), cell.shape)):
-                yield f"{self.name}: token {token} in block {block}"
-
-    def _cell(self, value: bytes) -> Bytes:
-        return spelled(value, self.name, self.pages.shape[3])
+        if not seen:
+            return
+        blocks = [table[token // block_tokens] for token in seen]
+        cells = self.pages[blocks, :, [token % block_tokens for token in seen], :]
+        right = np.stack([spelled(links[token + 1], self.name, cells.shape[2]) for token in seen])
+        for i in np.flatnonzero((cells != right[:, None, :]).any(axis=(1, 2))):
+            yield f"{self.name}: token {seen[i]} in block {blocks[i]}"
 
 
 class StateLayer(Layer):
