@@ -1,0 +1,24 @@
+"""Every transport passes the public conformance suite, over real processes where it is made for them."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from stateferry.testing.conformance import CHECKS
+from stateferry.testing.transport_rigs import MemoryRig, ProcessRig, Rig
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
+
+@pytest.fixture(
+    scope="module", params=["memory", "cma", pytest.param("nixl", marks=needs_nixl)], ids=lambda name: name
+)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with MemoryRig() if request.param == "memory" else ProcessRig(request.param) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance(rig: Rig, check: str) -> None:
+    CHECKS[check](rig)
