@@ -1,0 +1,77 @@
+"""The same hand-off over NIXL, without prefix caching, and over two ranks on each side."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.continuation import assert_exact, random_prompt, same
+
+from stateferry.stack import STATEFERRY_MODULE, Client, EngineSpec, Role, Stack
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+LENGTHS = (3, 17, 639, 640, 641, 900)
+"""Around the block of the tiny model (640 tokens with prefix caching) and the convolution window."""
+
+
+@contextmanager
+def started(stack: Stack, model: Path, *, consumer: dict[str, Any], **spec: Any) -> Iterator[tuple[str, str]]:
+    """A pair of its own, ended again."""
+    prefill = stack.start(EngineSpec(model=model, role=Role.PREFILL, **spec))
+    decode = stack.start(EngineSpec(model=model, role=Role.DECODE, **(spec | consumer)))
+    try:
+        for engine in (prefill, decode):
+            engine.wait_ready(500.0)
+        yield prefill.url, decode.url
+    finally:
+        stack.stop(prefill, decode)
+
+
+def test_over_nixl(stack: Stack, client: Client, random_model: Path) -> None:
+    extra = {"transport": "nixl", "testing": True}
+    with started(stack, random_model, extra_config=extra, consumer={}) as (prefill, decode):
+        assert_exact(client, prefill, decode, LENGTHS, tokens=4)
+
+
+def test_without_prefix_caching_and_loaded_by_module_path(
+    stack: Stack, client: Client, random_model: Path
+) -> None:
+    with started(
+        stack,
+        random_model,
+        extra_config={"testing": True, "verify": "all"},
+        prefix_caching=False,
+        connector_module=STATEFERRY_MODULE,
+        consumer={},
+    ) as (prefill, decode):
+        assert_exact(client, prefill, decode, (3, 17, 127, 128, 129, 600), tokens=4)
+
+
+def test_two_ranks_on_each_side(stack: Stack, client: Client, random_model: Path) -> None:
+    with started(
+        stack, random_model, extra_config={"testing": True}, tp_size=2, max_model_len=2048, consumer={}
+    ) as (prefill, decode):
+        for handoff in assert_exact(client, prefill, decode, (5, 300), tokens=3):
+            assert handoff.received["pieces"] >= 2  # each rank read its own
+
+
+def test_prefix_hits_on_either_side_and_both(stack: Stack, client: Client, pair: Any) -> None:
+    prompt = random_prompt(1500, seed=5)
+    whole = client.complete(pair.prefill.url, prompt, 5, logprobs=20)
+    longer = [*prompt, whole.token_ids[0]]
+    for hit_on_decode in (False, True):
+        for hit_on_prefill in (False, True):
+            for url in (pair.prefill.url, pair.decode.url):
+                client.reset_prefix_cache(url)
+            if hit_on_prefill:
+                client.complete(pair.prefill.url, prompt, 1)
+            if hit_on_decode:
+                client.complete(pair.decode.url, prompt[:1300], 1)
+            handoff = client.handoff(pair.prefill.url, pair.decode.url, longer, 4, logprobs=20)
+            assert same(whole, handoff.decode), (hit_on_decode, hit_on_prefill)
+            block_bytes = handoff.received["bytes"]["attention"]
+            if hit_on_decode:
+                assert block_bytes < whole_bytes, "blocks that D had were read again"
+            else:
+                whole_bytes = block_bytes
