@@ -69,6 +69,8 @@ class Pretended:
     """A damage that is answered with an error."""
     dies_on: str = ""
     no_heads: bool = False
+    leaks: bool = False
+    """The last damage leaves its hand-off open."""
     open: dict[int, Tokens] = field(default_factory=dict)
     held: dict[str, set[Tokens]] = field(default_factory=lambda: {"p": set(), "d": set()})
     hits: int = 0
@@ -106,6 +108,8 @@ class Pretended:
             self.open.pop(params.get("number", -1), None)
             return self._answer(Memory.of(prompt[:-1]), prompt, max_tokens, {})
         good = Memory.of(self.open.pop(params["number"]))
+        if self.leaks and damage == {"withhold": "number:1", "verify": "all"}:
+            self.open[params["number"]] = prompt[:-1]
         memory, reason = self._damaged(good, damage or {}) if self.testing else (good, "")
         if self.loses:
             memory = replace(memory, **{self.loses: ()})
@@ -121,6 +125,8 @@ class Pretended:
 
     def forget(self, *, prefill: bool = False, decode: bool = False) -> None:
         """See Engines."""
+        if prefill and self.open:
+            raise AnswerError("blocks are held", 200)
         for engine, wanted in (("p", prefill), ("d", decode)):
             if wanted:
                 self.held[engine].clear()
@@ -232,8 +238,15 @@ def test_good_engines_pass() -> None:
 
 def test_no_hand_off_stays_open() -> None:
     engines = Pretended()
-    judged(engines)
+    assert judged(engines).leak == ""
     assert engines.open == {}
+
+
+def test_blocks_that_stay_held_fail_the_run() -> None:
+    report = judged(Pretended(leaks=True))
+    assert report.leak == "blocks are held"
+    assert not report.passed
+    assert failed(report) == set()
 
 
 def test_every_kind_of_hit_is_tried() -> None:

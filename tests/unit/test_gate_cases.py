@@ -12,8 +12,10 @@ from stateferry.gate import structure
 from stateferry.gate.accounting import Accounting
 from stateferry.gate.cases import Case, Hit, make_cases, spaced
 from stateferry.gate.prompts import model_config, random_source, recall_source
+from stateferry.gate.sizes import expected_sizes
 from stateferry.gate.structure import check_structure
 from stateferry.layout.plan import Plan
+from stateferry.models.random_checkpoint import random_config
 
 BLOCK, CHUNK = 128, 1024
 
@@ -130,6 +132,28 @@ def test_any_byte_missing_or_too_many_is_a_problem(tried: Case, received: dict[s
     accounting = Accounting(BLOCK)
     accounting.problems(case(128), report(128, attention=10))
     assert accounting.problems(tried, received)
+
+
+def test_sizes_follow_from_the_config_alone() -> None:
+    """Numbers of a hand-off that vLLM made of this checkpoint: 407,040 and 128 tokens of 2,048 bytes."""
+    sizes = expected_sizes(random_config("gdn"))
+    assert sizes is not None
+    assert 407_040 in sizes.state_bytes
+    assert sizes.token_bytes == 2_048
+    accounting = Accounting(BLOCK, sizes)
+    assert accounting.problems(case(300), report(300, 407_040, 3 * 128 * 2_048)) == []
+
+
+def test_a_layer_that_is_missing_from_every_hand_off_is_a_problem() -> None:
+    sizes = expected_sizes(random_config("gdn"))
+    two_of_three = 407_040 // 3 * 2
+    assert Accounting(BLOCK, sizes).problems(case(300), report(300, two_of_three, 3 * 128 * 2_048))
+    assert Accounting(BLOCK, sizes).problems(case(300), report(300, 407_040, 3 * 128 * 1_024))
+    assert Accounting(BLOCK).problems(case(300), report(300, two_of_three, 3 * 128 * 2_048)) == []
+
+
+def test_sizes_of_an_unknown_model_are_not_guessed() -> None:
+    assert expected_sizes({"model_type": "gpt2"}) is None
 
 
 def test_random_prompts_avoid_special_tokens() -> None:

@@ -52,6 +52,7 @@ def report(**changes: Any) -> GateReport:
         "plain": PlainSummary(63, 7, 63, 0.03),
         "mutants": (tallied(),),
         "digests": (tallied(),),
+        "leak": "",
         "seconds": {"clean": 1.0},
     }
     run = {
@@ -83,6 +84,7 @@ def test_all_right_passes_and_is_one_json_object() -> None:
     ("changes", "words"),
     [
         ({"clean": clean(right=63)}, "case 3"),
+        ({"leak": "d holds blocks"}, "d holds blocks"),
         ({"mutants": (tallied(12),)}, "answers: would go unnoticed"),
         ({"digests": (tallied(12),)}, "digests: would go unnoticed"),
         ({"structure": {**STRUCTURE, "passed": False, "faults": ["a byte"]}}, "a byte"),

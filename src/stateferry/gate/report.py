@@ -64,14 +64,16 @@ class ModelReport:
     plain: PlainSummary
     mutants: tuple[Tally, ...]
     digests: tuple[Tally, ...]
+    leak: str
+    """Why caches could not be emptied at the end: blocks are still held. Empty: none is."""
     seconds: dict[str, float]
     """By stage."""
 
     @property
     def passed(self) -> bool:
-        """Whether the clean arm is exact and every mutant is caught, by both arms."""
+        """Whether the clean arm is exact, every mutant is caught by both arms, and no block is held."""
         tallies = (*self.mutants, *self.digests)
-        return self.clean.passed and len(tallies) > 0 and all(t.passed for t in tallies)
+        return self.clean.passed and not self.leak and len(tallies) > 0 and all(t.passed for t in tallies)
 
     def failures(self) -> list[str]:
         """Why it did not pass, in words."""
@@ -81,6 +83,8 @@ class ModelReport:
                 reasons = [f"{count} times {reason}" for reason, count in tally.not_judged.items()]
                 why = f" ({'; '.join(reasons)})" if reasons else ""
                 found.append(f"{self.model}: damage {tally.name!r}, {arm}: {tally.verdict}{why}")
+        if self.leak:
+            found.append(f"{self.model}: blocks are still held: {self.leak}")
         return found
 
 

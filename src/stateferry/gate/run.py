@@ -186,7 +186,7 @@ def judge_engines(
     stages = stages or _Stages(Silent())
     facts = engines.facts
     check_ready(engines, subject.source(0, 8))
-    accounting = Accounting(facts.block_tokens)
+    accounting = Accounting(facts.block_tokens, subject.sizes)
     cases = make_cases(
         size.prompts,
         block_tokens=facts.block_tokens,
@@ -205,6 +205,11 @@ def judge_engines(
     name = f"{subject.name}: {len(DIGEST_MUTANTS)} mutants against digests"
     with stages.stage("digests", name, len(DIGEST_MUTANTS) * size.digest_prompts) as step:
         digests = run_digests(arms, results, size.digest_prompts, step)
+    leak = ""
+    try:
+        engines.forget(prefill=True, decode=True)
+    except AnswerError as e:
+        leak = str(e)  # vLLM empties no cache of which a block is in use
     return ModelReport(
         model=subject.name,
         transport=transport,
@@ -213,5 +218,6 @@ def judge_engines(
         plain=summarise_plain(results),
         mutants=tuple(mutants),
         digests=tuple(digests),
+        leak=leak,
         seconds=dict(stages.seconds),
     )

@@ -1,0 +1,83 @@
+"""L1: how many bytes a hand-off must have, from a model's `config.json` alone.
+
+Shares nothing with the connector, which knows the cache from vLLM's specs and tensors: a layer that it
+never sees would be missing from every hand-off alike.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BF16, FP32 = 2, 4
+WIDTHS = (BF16, FP32)
+"""A recurrent matrix may have either, by the engine's flags; windows and KV have the model's."""
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one hand-off, all layers and ranks together."""
+
+    state_bytes: frozenset[int]
+    """Any of these, for every hand-off."""
+    token_bytes: int
+    """Attention KV of one token."""
+
+
+def expected_sizes(config: Config) -> Sizes | None:
+    """What a hand-off of this model must have; None for a `model_type` that is not in the table."""
+    rule = _STATES.get(str(config.get("model_type")))
+    if rule is None:
+        return None
+    recurrent, attention, (window, matrix) = rule(config)
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    return Sizes(
+        state_bytes=frozenset(recurrent * (window * BF16 + matrix * width) for width in WIDTHS),
+        token_bytes=attention * 2 * config.get("num_key_value_heads", heads) * head_size * BF16,
+    )
+
+
+_State = tuple[int, int]
+"""Numbers in a layer's convolution window and in its matrix."""
+
+
+def _gated_delta(config: Config) -> tuple[int, int, _State]:
+    key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    value = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    window = (2 * key + value) * (config["linear_conv_kernel_dim"] - 1)
+    kinds = config["layer_types"]
+    state = window, value * config["linear_key_head_dim"]
+    return kinds.count("linear_attention"), kinds.count("full_attention"), state
+
+
+def _mamba2(config: Config) -> _State:
+    inner = config["mamba_n_heads"] * config["mamba_d_head"]
+    channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    return channels * (config["mamba_d_conv"] - 1), inner * config["mamba_d_state"]
+
+
+def _granite(config: Config) -> tuple[int, int, _State]:
+    kinds = config.get("layer_types") or config["layers_block_type"]
+    return kinds.count("mamba"), kinds.count("attention"), _mamba2(config)
+
+
+def _falcon(config: Config) -> tuple[int, int, _State]:
+    """Every layer has both."""
+    return config["num_hidden_layers"], config["num_hidden_layers"], _mamba2(config)
+
+
+def _short_convolution(config: Config) -> tuple[int, int, _State]:
+    kinds = config["layer_types"]
+    window = config["hidden_size"] * (config["conv_L_cache"] - 1)
+    return kinds.count("conv"), kinds.count("full_attention"), (window, 0)
+
+
+_STATES: Mapping[str, Callable[[Config], tuple[int, int, _State]]] = {
+    "qwen3_next": _gated_delta,
+    "granitemoehybrid": _granite,
+    "falcon_h1": _falcon,
+    "lfm2": _short_convolution,
+}
+"""By `model_type`: recurrent layers, attention layers, and one recurrent layer's state."""
