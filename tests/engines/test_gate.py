@@ -1,0 +1,28 @@
+"""The accuracy gate as its users run it: engines of its own, the bundled model, one line of JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 900
+STATEFERRY = (sys.executable, "-c", "from stateferry.cli.main import main; main()")
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_the_gate_passes(tmp_path: Path) -> None:
+    command = [*STATEFERRY, "gate", "--json", "--log-folder", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S - 30)
+    assert result.stdout, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["failures"] == []
+    assert found["passed"] is True
+    assert result.returncode == 0
+    (model,) = found["models"]
+    assert model["clean"]["exact"] == model["clean"]["prompts"] == 64
+    assert {name for name, tally in model["mutants"].items() if tally["caught"] + tally["errors"]} == (
+        model["mutants"].keys() - {"none"}
+    )
+    assert model["digests"].keys() > model["mutants"].keys()
