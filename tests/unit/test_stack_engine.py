@@ -23,6 +23,7 @@ def test_an_engine_is_vllms_server_with_our_connector() -> None:
     assert option(command, "--port") == "8100"
     assert option(command, "--host") == "127.0.0.1"
     assert "--enable-prefix-caching" in command
+    assert "--enforce-eager" in command
     assert command[-2:] == ["--seed", "1"]
     assert json.loads(option(command, "--kv-transfer-config")) == {
         "kv_connector": "StateFerryConnector",
@@ -43,6 +44,7 @@ def test_everything_about_an_engine_can_be_chosen() -> None:
         served_model_name="served",
         tp_size=2,
         prefix_caching=False,
+        enforce_eager=False,
         max_model_len=512,
     )
     command = spec.command(1)
@@ -52,6 +54,7 @@ def test_everything_about_an_engine_can_be_chosen() -> None:
     assert option(command, "--tensor-parallel-size") == "2"
     assert option(command, "--max-model-len") == "512"
     assert "--no-enable-prefix-caching" in command
+    assert "--enforce-eager" not in command
     assert config["kv_connector_module_path"] == "stateferry.vllm.connector"
     assert config["kv_role"] == "kv_consumer"
     assert config["kv_load_failure_policy"] == "fail"

@@ -172,9 +172,20 @@ def test_a_server_that_dies_is_reported_with_its_log_and_a_hint(stack: Stack, tm
         stack.wait_ready(30)
     text = str(caught.value)
     assert "fake ended with exit code 3 before it was ready" in text
-    assert "Hint: torchvision does not fit this torch" in text
+    assert "Hint: torchvision does not fit" in text
     assert "operator torchvision::nms does not exist" in text
     assert str(tmp_path / "fake.log") in text
+
+
+def test_a_server_that_failed_but_does_not_end_is_not_waited_for(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stateferry.stack.server.GIVEN_UP_S", 0.5)
+    words = "ValueError: no such thing\\nEngineCore failed to start."
+    started(stack, tmp_path, before=f"print('{words}', flush=True); time.sleep(600)")
+    with pytest.raises(EngineError, match="failed to start, and hangs") as caught:
+        stack.wait_ready(30)
+    assert "Errors in its log:\n  ValueError: no such thing" in str(caught.value)
 
 
 def test_a_server_that_is_late_is_reported_with_its_log(stack: Stack, tmp_path: Path) -> None:

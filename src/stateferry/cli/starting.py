@@ -1,6 +1,5 @@
 """Showing what servers do while they start: a live line each on a terminal, a line per step elsewhere."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,10 +8,6 @@ from rich.live import Live
 from rich.table import Table
 
 from stateferry.stack import Progress, ProgressCallback
-
-_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*")
-_HEADER = re.compile(r"^(?:INFO|WARNING|ERROR)\s+[\d-]+ [\d:]+ \[[^\]]*\]\s*")
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 STEPS = (
     ("api_server --model", "importing vLLM"),
@@ -30,8 +25,7 @@ STEPS = (
 
 def step(line: str) -> str:
     """What a log line means to somebody who waits; an empty string if nothing."""
-    text = _HEADER.sub("", _PREFIX.sub("", _ESCAPES.sub("", line)))
-    return next((meaning for words, meaning in STEPS if words in text), "")
+    return next((meaning for words, meaning in STEPS if words in line), "")
 
 
 @contextmanager

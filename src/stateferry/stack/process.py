@@ -1,15 +1,12 @@
 """One child process: in a session of its own, its output in a file, ended with all its children."""
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stateferry.stack import guard
-
-TAIL_BYTES = 64 * 1024
+from stateferry.stack import guard, logs
 
 
 class Child:
@@ -39,7 +36,7 @@ class Child:
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines it wrote."""
-        return tail(self.log_path, lines)
+        return logs.tail(self.log_path, lines)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signal the process itself."""
@@ -75,17 +72,6 @@ def end_all(children: Sequence[Child], grace_s: float = guard.GRACE_S) -> None:
     guard.end_sessions([child.pid for child in children], grace_s)
     for child in children:
         child.wait()
-
-
-def tail(path: Path, lines: int) -> str:
-    """The last lines of a text file; an empty string if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
 
 
 class Guardian:

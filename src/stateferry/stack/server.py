@@ -9,30 +9,17 @@ from pathlib import Path
 import httpx
 
 from stateferry.errors import EngineError
+from stateferry.stack import logs
 from stateferry.stack.ports import HOST, HeldPort
 from stateferry.stack.process import Child
 
 POLL_S = 0.1
 PROGRESS_S = 0.5
 ATTEMPTS = 3
+GIVEN_UP_S = 15.0
+"""How long a server may live on after its log says that it failed. vLLM's sometimes never ends."""
+GIVEN_UP = ("EngineCore failed to start", "Engine core initialization failed")
 PORT_TAKEN = ("address already in use", "errno 98")
-
-HINTS: Sequence[tuple[str, str]] = (
-    (
-        "operator torchvision::nms does not exist",
-        "torchvision does not fit this torch: pip uninstall -y torchvision",
-    ),
-    ("No module named 'vllm'", "vLLM is not installed in this environment: run `make setup`"),
-    ("Unsupported connector type", "the stateferry package is not installed in the engine's environment"),
-    ("Failed to import KV connector", "the connector could not be imported; the reason stands above"),
-    ("ConfigError", "a setting in kv_connector_extra_config was refused; the line names it"),
-    ("Cannot allocate memory", "not enough memory: stop other engines or lower the cache size"),
-    ("MemoryError", "not enough memory: stop other engines or lower the cache size"),
-    ("No available memory for the cache blocks", "raise the cache size or lower max_model_len"),
-    ("unrecognized arguments", "an argument is not known to this version of the server"),
-    ("does not exist", "a path or name is wrong; the line says which"),
-)
-"""Words in a dead server's log, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +53,7 @@ class Server(ABC):
 
     def _launch(self) -> None:
         self._attempt += 1
+        self._failed_since: float | None = None
         self._port = HeldPort()
         self.port = self._port.number
         self.url = f"http://{HOST}:{self.port}"
@@ -105,12 +93,20 @@ class Server(ABC):
         if code is None:
             return
         self.release_ports()
-        text = self.log_tail(40)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise EngineError(
             f"{self.name} ended with {how} {'after it was' if self.ready else 'before it was'} ready.\n"
-            f"{_hint(text)}Its log is {self.log_path} and ends with:\n{text}"
+            f"{logs.explain(self.log_path)}"
         )
+
+    def check_not_given_up(self) -> None:
+        """Raise EngineError if its log has said for GIVEN_UP_S that it failed, though it still runs."""
+        now = time.monotonic()
+        if self._failed_since is None:
+            text = self.log_tail(10_000)
+            self._failed_since = now if any(words in text for words in GIVEN_UP) else None
+        elif now - self._failed_since > GIVEN_UP_S:
+            raise EngineError(f"{self.name} failed to start, and hangs.\n{logs.explain(self.log_path)}")
 
     def _relaunch_if_port_taken(self) -> bool:
         taken = any(words in self.log_tail(60).lower() for words in PORT_TAKEN)
@@ -136,7 +132,7 @@ def wait_all_ready(
     Raises EngineError when one ends or `timeout_s` passes; nothing is stopped here.
     """
     deadline = time.monotonic() + timeout_s
-    told: dict[str, float] = {}
+    looked: dict[Server, float] = {}
     waiting = [server for server in servers if not server.ready]
     with httpx.Client(timeout=2.0, trust_env=False) as client:
         while waiting:
@@ -152,15 +148,18 @@ def wait_all_ready(
                 if server.ready:
                     waiting.remove(server)
                     server.release_ports()
-                if progress is not None and (server.ready or now - told.get(server.name, 0.0) > PROGRESS_S):
-                    told[server.name] = now
-                    last_line = server.log_tail(1).strip()
-                    progress(Progress(server.name, now - server._started, server.ready, last_line))
+                if server.ready or now - looked.get(server, 0.0) > PROGRESS_S:
+                    looked[server] = now
+                    if not server.ready:
+                        server.check_not_given_up()
+                    if progress is not None:
+                        last_line = server.log_tail(1).strip()
+                        progress(Progress(server.name, now - server._started, server.ready, last_line))
             if waiting and time.monotonic() > deadline:
                 late = waiting[0]
                 raise EngineError(
                     f"{late.name} was not ready after {timeout_s:.0f} s. A loaded machine may need more: "
-                    f"raise the time-out. Its log is {late.log_path} and ends with:\n{late.log_tail(30)}"
+                    f"raise the time-out.\n{logs.explain(late.log_path)}"
                 )
             if waiting:
                 time.sleep(POLL_S)
@@ -171,10 +170,3 @@ def _healthy(client: httpx.Client, url: str) -> bool:
         return client.get(f"{url}/health").status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _hint(text: str) -> str:
-    for words, advice in HINTS:
-        if words in text:
-            return f"Hint: {advice}.\n"
-    return ""
