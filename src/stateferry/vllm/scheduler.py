@@ -5,6 +5,7 @@ workers' output. vLLM calls everything here on the engine core's thread.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from stateferry.wire import Offer, RankAddress, is_decode_leg, is_prefill_leg, o
 logger = logging.getLogger(__name__)
 
 OURS = "stateferry"
+_HOST = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]*")
+"""Names and addresses that can be dialled; sockets raise for others."""
 Finished = tuple[bool, dict[str, Any] | None]
 """Whether vLLM keeps the blocks until we report them sent; what the response carries."""
 
@@ -130,6 +133,9 @@ class SchedulerHalf:
         """Raise unless the offer is for this very prompt and describes every block that is needed."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ProtocolError("its prompt has embeddings, which no offer covers")
+        for rank in offer.ranks:
+            if not _HOST.fullmatch(rank.host):
+                raise ProtocolError(f"the offer names an address that cannot be dialled: {rank.host!r}")
         if offer.num_tokens >= request.num_prompt_tokens:
             raise ProtocolError(
                 f"the offer covers {offer.num_tokens} tokens, the prompt has {request.num_prompt_tokens}: "
