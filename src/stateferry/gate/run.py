@@ -25,6 +25,8 @@ from stateferry.stack import AnswerError, Client, EngineSpec, ProgressCallback, 
 CHUNK_TOKENS = 1024
 """Of the engines that the gate starts, so that chunk borders come at lengths that are quick to compute."""
 MAX_MODEL_LEN = 4096
+LEASE_S = 60.0
+"""Longer than in production: on a busy machine a lease that ends is no wrong answer, but no answer either."""
 START_TIMEOUT_S = 600.0
 
 
@@ -139,7 +141,7 @@ def _started(
     with tempfile.TemporaryDirectory(prefix="stateferry-gate-") as scratch, Stack(log_folder) as stack:
         with stages.starting(subject.name) as progress:
             model = subject.write(Path(scratch))
-            extra: dict[str, Any] = {"testing": True, "transport": transport}
+            extra: dict[str, Any] = {"testing": True, "transport": transport, "lease_s": LEASE_S}
             prefill, decode = (
                 stack.start(
                     EngineSpec(
