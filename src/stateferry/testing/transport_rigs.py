@@ -5,6 +5,7 @@ controls it over a pipe; `MemoryRig` keeps it in this process. Whatever a rig st
 """
 
 import multiprocessing.connection
+import os
 import socket
 import subprocess
 import sys
@@ -46,6 +47,8 @@ class Target(ABC):
 
     content: tuple[Buffer, ...]
     registration: bytes
+    process_id: int
+    """Of the process that holds the memory."""
 
     @abstractmethod
     def close_transport(self) -> None:
@@ -182,6 +185,7 @@ class ProcessRig(Rig):
 class _MemoryTarget(Target):
     def __init__(self, sizes: Sequence[int], seed: int) -> None:
         self.content = content(seed, sizes)
+        self.process_id = os.getpid()
         self._transport = MemoryTransport()
         self.registration = self._transport.register(regions_of(self.content))
 
@@ -210,13 +214,9 @@ class _ProcessTarget(Target):
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
+        self.process_id = self._process.pid
         self._pipe = multiprocessing.connection.Connection(ours.detach())
         self.registration = self._answer()
-
-    @property
-    def pid(self) -> int:
-        """The child's."""
-        return self._process.pid
 
     def close_transport(self) -> None:
         self._ask(b"close")

@@ -9,8 +9,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -23,7 +22,7 @@ from stateferry.errors import (
     TransportTimeout,
     TransportUnavailable,
 )
-from stateferry.layout.spec import Int64Array, Pieces
+from stateferry.layout.spec import Pieces
 from stateferry.transport.base import (
     Capabilities,
     MemoryKind,
@@ -34,24 +33,23 @@ from stateferry.transport.base import (
     Transport,
     TransportOptions,
 )
-from stateferry.transport.nixl_agent import Descriptors, NixlAgent
+from stateferry.transport.nixl_agent import NixlAgent
 from stateferry.transport.nixl_transfer import (
     COOKIE_BYTES,
+    PART_BYTES,
     CookieCheck,
     Landings,
     Link,
+    Memory,
     NixlTransfer,
-    Part,
     rows_of,
+    split,
 )
-from stateferry.transport.pieces import AddressArray, RegionTable, Spans, batch_ends, cut, resolve_pieces
+from stateferry.transport.pieces import cut, resolve_pieces
 
-PART_BYTES = 32 << 20
-PART_PIECES = 2048
 CONNECT_POLL_S = 0.0005
 MAX_REGISTRATION_BYTES = 1 << 20
 
-_KINDS = tuple(MemoryKind)
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 
@@ -72,24 +70,6 @@ class _Registration(msgspec.Struct, frozen=True, tag="nixl/1", forbid_unknown_fi
     cookie: Annotated[bytes, msgspec.Meta(min_length=COOKIE_BYTES, max_length=COOKIE_BYTES)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """One side's regions, as whole arrays."""
-
-    table: RegionTable
-    kinds: Int64Array
-    """Indices into `_KINDS`."""
-    devices: Int64Array
-
-    @classmethod
-    def of(cls, side: str, regions: Sequence[MemoryRegion | _Region]) -> "_Memory":
-        return cls(
-            RegionTable(side, [(r.address, r.size_bytes) for r in regions]),
-            np.array([_KINDS.index(r.kind) for r in regions], dtype=np.int64),
-            np.array([r.device_index for r in regions], dtype=np.int64),
-        )
-
-
 class NixlTransport(Transport):
     """See the module. NIXL's progress thread runs from construction to `close`.
 
@@ -108,7 +88,7 @@ class NixlTransport(Transport):
     ) -> None:
         options = options or TransportOptions()
         self.agent = NixlAgent(f"stateferry-{uuid.uuid4().hex}", options.nixl_backends, options.nixl_threads)
-        self.local = _Memory.of("local", [])
+        self.local = Memory.of("local", [])
         self._users: dict[str, int] = {}
         """How many open peers use each connected agent."""
         self._clock = clock
@@ -123,7 +103,7 @@ class NixlTransport(Transport):
             raise TransportClosed("nixl: register after close")
         if self._tokens:
             raise TransportError("nixl: register was called before; it works once")
-        self.local = _Memory.of("local", regions)
+        self.local = Memory.of("local", regions)
         self._cookie[:] = np.frombuffer(secrets.token_bytes(COOKIE_BYTES), dtype=np.uint8)
         self._tokens.append(self.agent.register(MemoryKind.CPU, rows_of(self._cookie)))
         for kind in MemoryKind:
@@ -148,7 +128,7 @@ class NixlTransport(Transport):
             raise ProtocolError(f"nixl registration: {len(registration)} bytes, at most 1 MiB is allowed")
         try:
             blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
-            remote = _Memory.of("remote", blob.regions)
+            remote = Memory.of("remote", blob.regions)
         except (msgspec.DecodeError, ValueError) as e:
             raise ProtocolError(f"nixl registration: {e}") from e
         if blob.agent not in self._users:
@@ -194,7 +174,8 @@ class NixlTransport(Transport):
                 f"between the two (UCX_TLS, UCX_NET_DEVICES), or their NIXL versions differ"
             ) from e
         if name != blob.agent:
-            self.agent.remove_peer(name)
+            if name not in self._users:
+                self.agent.remove_peer(name)
             raise ProtocolError(f"nixl registration: of agent {blob.agent}, its metadata of {name}")
 
     def _probe(self, peer: "_NixlPeer", timeout_s: float) -> None:
@@ -212,7 +193,7 @@ class NixlTransport(Transport):
 
 
 class _NixlPeer(Peer):
-    def __init__(self, transport: NixlTransport, link: Link, remote: _Memory) -> None:
+    def __init__(self, transport: NixlTransport, link: Link, remote: Memory) -> None:
         self.link = link
         self._transport = transport
         self._remote = remote
@@ -227,35 +208,9 @@ class _NixlPeer(Peer):
             raise TransportClosed("nixl: post_read after close")
         local, remote = self._transport.local, self._remote
         spans = cut(resolve_pieces(pieces, local.table, remote.table), PART_BYTES)
-        return NixlTransfer(self.link, list(_parts(spans, local, remote)))
+        return NixlTransfer(self.link, list(split(spans, local, remote)))
 
     def close(self) -> None:
         if not self.link.closed:
             self.link.closed = True
             self._transport.forget(self.link.name)
-
-
-def _parts(spans: Spans, local: _Memory, remote: _Memory) -> Iterator[Part]:
-    """The batch in requests that NIXL takes: one kind of memory on each side, within the limits."""
-    if len(spans.sizes) == 0:
-        return
-    ours = _rows(spans.local, spans.sizes, local.devices[spans.local_regions])
-    theirs = _rows(spans.remote, spans.sizes, remote.devices[spans.remote_regions])
-    pairs = local.kinds[spans.local_regions] * len(_KINDS) + remote.kinds[spans.remote_regions]
-    for pair in np.unique(pairs).tolist():
-        chosen = np.flatnonzero(pairs == pair)
-        start = 0
-        for end in batch_ends(spans.sizes[chosen], PART_BYTES, PART_PIECES):
-            rows = chosen[start:end]
-            yield Part(
-                _KINDS[pair // len(_KINDS)],
-                ours[rows],
-                _KINDS[pair % len(_KINDS)],
-                theirs[rows],
-                int(spans.sizes[rows].sum()),
-            )
-            start = end
-
-
-def _rows(addresses: AddressArray, sizes: AddressArray, devices: Int64Array) -> Descriptors:
-    return np.stack([addresses, sizes, devices.astype(np.uint64)], axis=1)

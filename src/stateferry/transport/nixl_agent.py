@@ -27,8 +27,9 @@ PROGRESS_PAUSE_US = 1000
 ENVIRONMENT = {
     # UCX writes its messages to stdout unless told otherwise.
     "UCX_LOG_FILE": "stderr",
-    # How soon a peer that vanished without a word fails what waits for it (UCX's own: 20 s).
-    "UCX_KEEPALIVE_INTERVAL": "5s",
+    # How often UCX looks whether a peer is still there (its own: 20 s). One that died in the middle of a
+    # read is found only this way.
+    "UCX_KEEPALIVE_INTERVAL": "1s",
 }
 """Set in this process before NIXL is loaded, where the user has not."""
 

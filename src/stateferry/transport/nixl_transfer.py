@@ -6,22 +6,27 @@ was connected still stood when they had arrived.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from stateferry.errors import TransportError
+from stateferry.layout.spec import Int64Array
 from stateferry.transport.base import MemoryKind, Transfer, TransferState
 from stateferry.transport.nixl_agent import Descriptors, NixlAgent, NixlRead
+from stateferry.transport.pieces import AddressArray, RegionTable, Spans, batch_ends
 
 COOKIE_BYTES = 32
+PART_BYTES = 32 << 20
+PART_PIECES = 2048
 PARTS_IN_FLIGHT = 8
 QUIET_AFTER_S = 1.0
 """How long after a failed native read no byte can land any more: see `NixlTransfer.quiet`."""
 _LANDINGS_A_PAGE = 64
+_KINDS = tuple(MemoryKind)
 
 
 class Part(NamedTuple):
@@ -32,6 +37,67 @@ class Part(NamedTuple):
     remote_kind: MemoryKind
     remote: Descriptors
     size_bytes: int
+
+
+class RegionLike(Protocol):
+    """`MemoryRegion`, or what a peer tells of one."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def kind(self) -> MemoryKind: ...
+    @property
+    def device_index(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One side's regions, as whole arrays."""
+
+    table: RegionTable
+    kinds: Int64Array
+    """Indices into `_KINDS`."""
+    devices: Int64Array
+
+    @classmethod
+    def of(cls, side: str, regions: Sequence[RegionLike]) -> "Memory":
+        """`side` is for messages. Raises ValueError for a region that cannot be memory."""
+        return cls(
+            RegionTable(side, [(r.address, r.size_bytes) for r in regions]),
+            np.array([_KINDS.index(r.kind) for r in regions], dtype=np.int64),
+            np.array([r.device_index for r in regions], dtype=np.int64),
+        )
+
+
+def split(spans: Spans, local: Memory, remote: Memory) -> Iterator[Part]:
+    """The batch in requests that NIXL takes: one kind of memory on each side, within the limits.
+
+    No piece is larger than `PART_BYTES`.
+    """
+    if len(spans.sizes) == 0:
+        return
+    ours = _rows(spans.local, spans.sizes, local.devices[spans.local_regions])
+    theirs = _rows(spans.remote, spans.sizes, remote.devices[spans.remote_regions])
+    pairs = local.kinds[spans.local_regions] * len(_KINDS) + remote.kinds[spans.remote_regions]
+    for pair in np.unique(pairs).tolist():
+        chosen = np.flatnonzero(pairs == pair)
+        start = 0
+        for end in batch_ends(spans.sizes[chosen], PART_BYTES, PART_PIECES):
+            rows = chosen[start:end]
+            yield Part(
+                _KINDS[pair // len(_KINDS)],
+                ours[rows],
+                _KINDS[pair % len(_KINDS)],
+                theirs[rows],
+                int(spans.sizes[rows].sum()),
+            )
+            start = end
+
+
+def _rows(addresses: AddressArray, sizes: AddressArray, devices: Int64Array) -> Descriptors:
+    return np.stack([addresses, sizes, devices.astype(np.uint64)], axis=1)
 
 
 def rows_of(array: npt.NDArray[np.uint8]) -> Descriptors:
