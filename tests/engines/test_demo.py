@@ -38,7 +38,15 @@ class Served(Server):
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         command = [*STATEFERRY, "serve", "decode", str(self._model), "--kv-host", "127.0.0.1"]
-        command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "model"]
+        command += [
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--served-model-name",
+            "model",
+            "--enforce-eager",
+        ]
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return command, {**os.environ, **settings, "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
 
