@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .tensors import Init, TensorSpec, constant, normal
+from .tensors import Init, TensorSpec, constant, normal, output_head
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
 
@@ -81,9 +81,7 @@ def gdn_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
         else:
             yield from _expert_tensors(f"{layer}.mlp", config)
     yield constant("model.norm.weight", hidden, value=0.0)
-    yield TensorSpec(
-        "lm_head.weight", (vocab, hidden), Init.NORMAL, 0.1, zero_rows_from=config["eos_token_id"]
-    )
+    yield output_head("lm_head.weight", config)
 
 
 def mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[TensorSpec]:
@@ -114,14 +112,17 @@ def _delta_tensors(prefix: str, config: dict[str, Any]) -> Iterator[TensorSpec]:
 
 
 def _attention_tensors(prefix: str, config: dict[str, Any]) -> Iterator[TensorSpec]:
-    """`q_proj` holds query and output gate, head by head."""
+    """`q_proj` holds query and output gate, head by head.
+
+    The query norm is large enough that a few tokens get most of the attention.
+    """
     hidden, head = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     yield normal(f"{prefix}.q_proj.weight", 2 * heads * head, hidden)
     yield normal(f"{prefix}.k_proj.weight", kv_heads * head, hidden)
-    yield normal(f"{prefix}.v_proj.weight", kv_heads * head, hidden)
+    yield normal(f"{prefix}.v_proj.weight", kv_heads * head, hidden, std=hidden**-0.5)
     yield normal(f"{prefix}.o_proj.weight", hidden, heads * head)
-    yield constant(f"{prefix}.q_norm.weight", head, value=0.0)
+    yield constant(f"{prefix}.q_norm.weight", head, value=2.0)
     yield constant(f"{prefix}.k_norm.weight", head, value=0.0)
 
 
@@ -130,7 +131,5 @@ def _expert_tensors(prefix: str, config: dict[str, Any]) -> Iterator[TensorSpec]
     yield normal(f"{prefix}.gate.weight", config["num_experts"], hidden)
     for expert in range(config["num_experts"]):
         yield from mlp_tensors(f"{prefix}.experts.{expert}", hidden, inner)
-    yield from mlp_tensors(
-        f"{prefix}.shared_expert", hidden, config["shared_expert_intermediate_size"]
-    )
+    yield from mlp_tensors(f"{prefix}.shared_expert", hidden, config["shared_expert_intermediate_size"])
     yield normal(f"{prefix}.shared_expert_gate.weight", 1, hidden)

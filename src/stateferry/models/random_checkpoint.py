@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from .gdn import gdn_config, gdn_tensors
+from .mamba2 import falcon_config, falcon_tensors, granite_config, granite_tensors
+from .short_conv import lfm2_config, lfm2_tensors
 from .tensors import TensorSpec, materialise
 from .tokenizer import BYTE_EOS_ID, BYTE_PAD_ID, BYTE_VOCAB_SIZE, write_byte_tokenizer
 
@@ -29,6 +31,9 @@ class Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gdn": Family(gdn_config, gdn_tensors),
+        "mamba2": Family(granite_config, granite_tensors),
+        "falcon_h1": Family(falcon_config, falcon_tensors),
+        "short_conv": Family(lfm2_config, lfm2_tensors),
     }
 )
 
@@ -52,8 +57,7 @@ def write_random_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
 
     config = random_config(family)
     tensors = {
-        spec.name: materialise(spec, seed).to(torch.bfloat16)
-        for spec in FAMILIES[family].tensors(config)
+        spec.name: materialise(spec, seed).to(torch.bfloat16) for spec in FAMILIES[family].tensors(config)
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
@@ -63,6 +67,7 @@ def write_random_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
     )
     write_byte_tokenizer(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     return folder
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,12 @@ def normal(name: str, *shape: int, std: float = 0.02) -> TensorSpec:
 
 def constant(name: str, *shape: int, value: float) -> TensorSpec:
     return TensorSpec(name, shape, Init.CONSTANT, value)
+
+
+def output_head(name: str, config: dict[str, Any]) -> TensorSpec:
+    """Wide enough that logits differ by about one; the end and padding tokens get a logit of zero."""
+    shape = (config["vocab_size"], config["hidden_size"])
+    return TensorSpec(name, shape, Init.NORMAL, shape[1] ** -0.5, zero_rows_from=config["eos_token_id"])
 
 
 def materialise(spec: TensorSpec, seed: int) -> torch.Tensor:

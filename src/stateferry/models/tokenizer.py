@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from .words import END, PAD, TOKEN_IDS, UNKNOWN
+
 BYTE_VOCAB_SIZE = 258
 BYTE_EOS_ID = 256
 BYTE_PAD_ID = 257
-_EOS = "<|end|>"
-_PAD = "<|pad|>"
+_SPACE = "\u2581"
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -21,7 +22,22 @@ def write_byte_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(_EOS, special=True), AddedToken(_PAD, special=True)])
+    tokenizer.add_special_tokens([AddedToken(END, special=True), AddedToken(PAD, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_tokenizer_config(folder)
+
+
+def write_word_tokenizer(folder: Path) -> None:
+    """One token per word of the recall model's vocabulary; words are parted by single spaces."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    special = (UNKNOWN, END, PAD)
+    vocab = {word if word in special else _SPACE + word: index for word, index in TOKEN_IDS.items()}
+    tokenizer = Tokenizer(WordLevel(vocab=vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always")
+    tokenizer.add_special_tokens([*special])
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_tokenizer_config(folder)
 
@@ -29,8 +45,8 @@ def write_byte_tokenizer(folder: Path) -> None:
 def _write_tokenizer_config(folder: Path) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _EOS,
-        "pad_token": _PAD,
+        "eos_token": END,
+        "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 32768,
     }
