@@ -122,6 +122,17 @@ def test_the_last_line_is_json_and_the_exit_code_is_the_verdict(
     assert "state withheld" in result.stderr
 
 
+def test_engines_that_do_not_start_are_told_in_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **settings: Any) -> GateReport:
+        raise EngineError("prefill ended with exit code 1")
+
+    monkeypatch.setattr(command, "bundled", lambda: "bundled")
+    monkeypatch.setattr(command, "run_gate", fails)
+    result = CliRunner().invoke(app, ["gate", "--json"])
+    assert isinstance(result.exception, EngineError)
+    assert json.loads(result.stdout) == {"passed": False, "failures": ["prefill ended with exit code 1"]}
+
+
 def test_people_get_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, report(mutants=(tallied(12),)))
     assert "state withheld" in result.stdout

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from stateferry.cli.starting import shown_progress
 from stateferry.config import parse_config
-from stateferry.errors import ConfigError
+from stateferry.errors import ConfigError, StateFerryError
 from stateferry.gate import (
     FULL,
     SMALL,
@@ -89,15 +89,20 @@ def gate(
     console = Console(stderr=json_output)
     if not console.is_terminal:
         console = Console(stderr=json_output, width=140)  # a log is not folded at 80
-    report = run_gate(
-        subjects,
-        FULL if full else SMALL,
-        full=full,
-        transport=transport,
-        running=running,
-        watcher=_Shown(console),
-        log_folder=log_folder,
-    )
+    try:
+        report = run_gate(
+            subjects,
+            FULL if full else SMALL,
+            full=full,
+            transport=transport,
+            running=running,
+            watcher=_Shown(console),
+            log_folder=log_folder,
+        )
+    except StateFerryError as e:
+        if json_output:
+            print(json.dumps({"passed": False, "failures": [str(e)]}))
+        raise
     _show(console, report)
     result = report.to_json()
     if full:
