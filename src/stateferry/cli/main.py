@@ -24,6 +24,7 @@ that reads the prompt to the engine that writes the answer.
 \b
 Examples:
   stateferry demo                              see it work, with a bundled model
+  stateferry gate                              prove that it is exact
   stateferry serve prefill MODEL --port 8100   an engine that reads prompts
   stateferry serve decode MODEL --port 8200    an engine that writes answers
 
