@@ -73,6 +73,8 @@ class Pretended:
     """The last damage leaves its hand-off open."""
     open: dict[int, Tokens] = field(default_factory=dict)
     held: dict[str, set[Tokens]] = field(default_factory=lambda: {"p": set(), "d": set()})
+    late: int = 0
+    """How many looks at its metrics come too early."""
     hits: int = 0
     asked: int = 0
 
@@ -133,7 +135,8 @@ class Pretended:
 
     def prefill_hit_tokens(self) -> int:
         """See Engines."""
-        return self.hits
+        self.late -= 1
+        return 0 if self.late > 0 else self.hits
 
     def _look(self, engine: str, prompt: Tokens) -> int:
         """Find the longest held prefix in whole blocks, then hold this prompt's."""
@@ -253,6 +256,16 @@ def test_every_kind_of_hit_is_tried() -> None:
     report = judged(Pretended())
     assert set(report.clean.hits) == {"none", "prefill", "decode", "both"}
     assert {"one token", "convolution window", "block border", "chunk border"} <= set(report.clean.kinds)
+
+
+def test_metrics_that_are_late_are_looked_at_again() -> None:
+    assert judged(Pretended(late=20)).passed
+
+
+def test_a_hit_that_did_not_happen_fails_its_case() -> None:
+    report = judged(Pretended(caching=False))
+    assert not report.passed
+    assert any("the prefill engine held 0 tokens, not 16" in text for text in report.clean.failures)
 
 
 def test_without_prefix_caching_hits_are_not_expected() -> None:

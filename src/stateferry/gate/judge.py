@@ -88,8 +88,8 @@ class Judgement(NamedTuple):
     """One damaged hand-off, judged."""
 
     verdict: Verdict
-    difference: float = 0.0
-    """Of log-probabilities, where caught."""
+    difference: float | None = None
+    """Of log-probabilities, where they gave it away."""
     reason: str = ""
     """Why it is not judged, or what the error said."""
 
@@ -140,7 +140,7 @@ def tally(
     not_judged = Counter(j.reason for j in judgements if j.verdict is Verdict.NOT_JUDGED)
     judged = len(judgements) - count[Verdict.NOT_JUDGED]
     applies = not (may_not_apply and judgements and set(not_judged) == {NO_EFFECT} and not judged)
-    differences = [j.difference for j in judgements if j.verdict is Verdict.CAUGHT]
+    differences = [j.difference for j in judgements if j.difference is not None]
     caught = count[Verdict.CAUGHT] + count[Verdict.ERROR]
     if not applies:
         passed, verdict = True, "this model has nothing to damage so"
