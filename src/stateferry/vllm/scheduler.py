@@ -177,12 +177,17 @@ class SchedulerHalf:
             return
         self._loading.add(request_id)
         local_tokens = claimable.offer.num_tokens - external_tokens
+        loads: tuple[GroupLoad, ...] = ()
+        problem = ""
+        # Whatever goes wrong: vLLM waits for these blocks now, so it must hear of them from the ferry.
         try:
             loads = self._group_loads(claimable.offer, blocks)
-            self._loads.append(Load(request_id, local_tokens, loads))
         except LayoutError as e:
-            # vLLM waits for these blocks now, so it must hear of them from the ferry.
-            self._loads.append(Load(request_id, local_tokens, (), problem=str(e)))
+            problem = str(e)
+        except Exception as e:
+            logger.exception("defect while pairing the blocks of request %s", request_id)
+            problem = f"defect while pairing blocks: {e!r}"
+        self._loads.append(Load(request_id, local_tokens, loads, problem))
 
     def _group_loads(self, offer: Offer, blocks: Any) -> tuple[GroupLoad, ...]:
         loads = []
