@@ -60,6 +60,7 @@ def test_prefix_hits_on_either_side_and_both(stack: Stack, client: Client, pair:
     prompt = random_prompt(1500, seed=5)
     whole = client.complete(pair.prefill.url, prompt, 5, logprobs=20)
     longer = [*prompt, whole.token_ids[0]]
+    whole_bytes = 0
     for hit_on_decode in (False, True):
         for hit_on_prefill in (False, True):
             for url in (pair.prefill.url, pair.decode.url):

@@ -6,6 +6,7 @@ from types import FrameType
 
 import typer
 
+from stateferry.cli.bench import bench_app
 from stateferry.cli.demo import demo
 from stateferry.cli.gate import gate
 from stateferry.cli.serve import serve_app
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.add_typer(serve_app, name="serve", short_help="Start one engine: vLLM's server with our connector.")
 app.command("demo", short_help="Show a hand-off on this machine, with a bundled model.")(demo)
 app.command("gate", short_help="Prove that two engines answer exactly as one does.")(gate)
+app.add_typer(bench_app, name="bench", short_help="Measure, with every arm in the same run.")
 app.command("version", short_help="Print what is installed.")(version)
 
 

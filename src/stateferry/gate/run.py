@@ -16,11 +16,11 @@ from stateferry.gate.clean import run_clean
 from stateferry.gate.damaged import Arms, run_digests, run_mutants
 from stateferry.gate.damages import DIGEST_MUTANTS, MUTANTS
 from stateferry.gate.engines import Engines, RealEngines, check_ready, facts_of, served
-from stateferry.gate.host import commit, host_facts
 from stateferry.gate.report import GateReport, ModelReport, summarise_clean, summarise_plain
 from stateferry.gate.structure import check_structure
 from stateferry.gate.subjects import Subject
 from stateferry.stack import AnswerError, Client, EngineSpec, ProgressCallback, Role, Stack
+from stateferry.stack.host import commit, host_facts
 
 CHUNK_TOKENS = 1024
 """Of the engines that the gate starts, so that chunk borders come at lengths that are quick to compute."""
