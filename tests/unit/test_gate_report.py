@@ -13,7 +13,7 @@ from stateferry.cli import gate as command
 from stateferry.cli.main import app
 from stateferry.errors import EngineError
 from stateferry.gate.engines import Facts, facts_of
-from stateferry.gate.host import commit, host_facts
+from stateferry.stack.host import commit, host_facts
 from stateferry.gate.judge import Judgement, Tally, Verdict, tally
 from stateferry.gate.report import CleanSummary, GateReport, ModelReport, PlainSummary
 from stateferry.stack import Metrics

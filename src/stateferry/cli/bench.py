@@ -72,7 +72,6 @@ def added_latency(
             "host": host_facts(),
             "commit": commit(),
             "seed": seed,
-            "in_tree_arm": IN_TREE if in_tree else "",
         }
         rounds = {"lengths": result.lengths, ONE_ENGINE: result.one_engine_s, **result.arms_s}
         print(json.dumps({"bench": "added-latency", "arms": summary, "rounds": rounds, **facts}))
