@@ -24,6 +24,8 @@ from stateferry.transport.pieces import resolve_pieces
 pytest.importorskip("nixl")
 
 SIZES = (65536,)
+HERE = content(2, SIZES)
+"""Memory to read into; it outlives every transport."""
 LOG_AND_PRINT = """
 import json, logging, os
 from stateferry.transport import MemoryRegion, TransportOptions, create_transport
@@ -61,7 +63,7 @@ def test_stdout_and_logging_stay_ours() -> None:
 
 def test_an_idle_transport_leaves_the_processor_alone() -> None:
     with NixlTransport() as transport:
-        transport.register(regions_of(content(1, SIZES)))
+        transport.register(regions_of(HERE))
         before, wall = time.process_time(), time.monotonic()
         threading.Event().wait(0.5)
         share = (time.process_time() - before) / (time.monotonic() - wall)
@@ -76,7 +78,7 @@ def test_a_back_end_that_is_not_installed_is_named_with_those_that_are() -> None
 
 def test_a_peer_that_does_not_answer_is_a_timeout(rig: ProcessRig, target: Target) -> None:
     reader = rig.reader()
-    reader.register(regions_of(content(2, SIZES)))
+    reader.register(regions_of(HERE))
     os.kill(target.process_id, signal.SIGSTOP)
     try:
         with pytest.raises(TransportTimeout, match=r"did not answer within 0.3 s"):
@@ -106,7 +108,7 @@ def test_metadata_of_another_agent_is_refused(rig: ProcessRig, target: Target) -
 
 def test_two_peers_of_one_agent_share_a_connection(rig: ProcessRig, target: Target) -> None:
     reader = rig.reader()
-    reader.register(regions_of(content(2, SIZES)))
+    reader.register(regions_of(HERE))
     first, second = (reader.connect(target.registration, 20.0) for _ in range(2))
     second.close()
     transfer = first.post_read(pieces([(0, 0, 0, 0, 64)]))
@@ -117,7 +119,7 @@ def test_a_failed_read_is_quiet_only_after_a_while(rig: ProcessRig) -> None:
     now = [100.0]
     target = rig.target(SIZES)
     with NixlTransport(clock=lambda: now[0]) as reader:
-        reader.register(regions_of(content(2, SIZES)))
+        reader.register(regions_of(HERE))
         peer = reader.connect(target.registration, 20.0)
         target.kill()
         transfer = peer.post_read(pieces([(0, 0, 0, 0, 64)]))

@@ -113,6 +113,8 @@ class Rig(ABC):
         self.timeout_s = timeout_s
         self._made = ExitStack()
         self._standing: dict[tuple[int, ...], Link] = {}
+        self._links: list[Link] = []
+        """All of them: their memory outlives the transports that write to it."""
 
     @abstractmethod
     def new_reader(self) -> Transport:
@@ -134,7 +136,9 @@ class Rig(ABC):
 
     def link(self, sizes: Sequence[int], seed: int = 1) -> Link:
         """A fresh reader connected to a fresh target, both with regions of these sizes."""
-        return Link(self.reader(), self.target(sizes, seed), sizes)
+        link = Link(self.reader(), self.target(sizes, seed), sizes)
+        self._links.append(link)
+        return link
 
     def standing(self, sizes: Sequence[int]) -> Link:
         """One link for all checks that leave it whole, its local memory reset."""
@@ -151,8 +155,9 @@ class Rig(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._standing.clear()
         self._made.close()
+        self._standing.clear()
+        self._links.clear()
 
 
 class MemoryRig(Rig):
