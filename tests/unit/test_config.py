@@ -1,5 +1,8 @@
 """Settings: defaults, bounds, and errors that name the key."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +55,14 @@ def test_a_bad_value_is_refused_with_its_key_and_itself(key: str, value: Any) ->
 def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'leese_s'.*lease_s"):
         parse_config({"leese_s": 1})
+
+
+def test_the_page_of_settings_is_what_the_code_says() -> None:
+    root = Path(__file__).parents[2]
+    made = subprocess.run(
+        [sys.executable, root / "tools" / "configuration_table.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (root / "docs" / "configuration.md").read_text() == made.stdout

@@ -1,0 +1,75 @@
+"""Print docs/configuration.md: every setting of `stateferry.config.Config` with its bounds and meaning.
+
+A unit test compares the page with what this prints.
+"""
+
+import ast
+import enum
+import inspect
+import typing
+from pathlib import Path
+
+import msgspec
+
+from stateferry import config
+
+HEAD = """# Settings
+
+Set in `kv_connector_extra_config` of vLLM's `--kv-transfer-config`, or with `stateferry serve --set key=value`.
+An unknown key or a value out of bounds ends the start with a message that names it. Made by
+`python tools/configuration_table.py > docs/configuration.md`.
+
+| key | default | allowed | meaning |
+| --- | --- | --- | --- |
+"""
+
+
+def meanings() -> dict[str, str]:
+    """The texts under the fields of Config, by field."""
+    tree = ast.parse(Path(inspect.getfile(config)).read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Config").body
+    found = {}
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            assert isinstance(text.value, ast.Constant)
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def allowed(hint: object) -> str:
+    """Type and bounds, for people."""
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return ", ".join(f"`{member.value}`" for member in hint)
+    bounds = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
+    origin = typing.get_args(hint)[0] if bounds else hint
+    name = {float: "number", int: "whole number", str: "text", bool: "`true`, `false`"}.get(
+        origin, "list of text"
+    )
+    limits = [
+        f"{sign} {value:g}"
+        for meta in bounds
+        for sign, value in ((">", meta.gt), ("≥", meta.ge), ("≤", meta.le))
+        if value is not None
+    ]
+    return ", ".join([name, *limits])
+
+
+def shown(default: object) -> str:
+    """A default as one writes it in JSON."""
+    return msgspec.json.encode(default).decode()
+
+
+def page() -> str:
+    """The whole page."""
+    hints = typing.get_type_hints(config.Config, include_extras=True)
+    texts = meanings()
+    rows = [
+        f"| `{f.name}` | `{shown(f.default)}` | {allowed(hints[f.name])} | {texts[f.name]} |\n"
+        for f in msgspec.structs.fields(config.Config)
+    ]
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
