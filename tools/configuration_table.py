@@ -6,6 +6,7 @@ A unit test compares the page with what this prints.
 import ast
 import enum
 import inspect
+import itertools
 import typing
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from stateferry import config
 
 HEAD = """# Settings
 
-Set in `kv_connector_extra_config` of vLLM's `--kv-transfer-config`, or with `stateferry serve --set key=value`.
-An unknown key or a value out of bounds ends the start with a message that names it. Made by
+Set in `kv_connector_extra_config` of vLLM's `--kv-transfer-config`, or with `stateferry serve --set
+key=value`. An unknown key or a value out of bounds ends the start with a message that names it. Made by
 `python tools/configuration_table.py > docs/configuration.md`.
 
 | key | default | allowed | meaning |
@@ -29,7 +30,7 @@ def meanings() -> dict[str, str]:
     tree = ast.parse(Path(inspect.getfile(config)).read_text())
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Config").body
     found = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert isinstance(field.target, ast.Name)
             assert isinstance(text.value, ast.Constant)
