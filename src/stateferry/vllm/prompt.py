@@ -22,6 +22,8 @@ def why_not_offered(request: Any) -> str:
         return "its prompt has embeddings, which no digest of token ids covers"
     if request.skip_reading_prefix_cache:
         return "it asks for prompt log-probabilities, so the consumer must compute the prompt itself"
+    if request.resumable:
+        return "it is a session whose prompt goes on, so nothing may be cut off its parts"
     if _CHILD.match(request.request_id):
         return "it is one of several samples (n > 1) of one prompt"
     completion = _COMPLETION.match(request.request_id)
