@@ -223,7 +223,7 @@ class Engine:
         assert self.half.open_count == 0
         assert not self.half.take_metadata().orders
         assert not self.scheduler.requests
-        _wait(lambda: self.ferry.open_count == 0, "the ferry to have nothing open")
+        wait(lambda: self.ferry.open_count == 0, "the ferry to have nothing open")
         assert not self.worker.wrong
         self.check_free_blocks()
 
@@ -372,7 +372,8 @@ class _NoGrammar:
         return True
 
 
-def _wait(condition: Callable[[], bool], what: str) -> None:
+def wait(condition: Callable[[], bool], what: str) -> None:
+    """Until a ferry's thread has come so far; no engine steps."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         time.sleep(0.0005)
