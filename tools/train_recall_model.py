@@ -29,18 +29,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from stateferry.models.damage import DAMAGES, accuracies
+from stateferry.models import RECALL_GDN
+from stateferry.models.damage import LENGTHS, refusals, survey, table
 from stateferry.models.gdn import gdn_config
-from stateferry.models.prompts import Question, cast, questions, recall_prompt, story, token_ids
+from stateferry.models.prompts import Question, cast, questions, story, token_ids
 from stateferry.models.random_checkpoint import write_json
 from stateferry.models.tokenizer import write_word_tokenizer
 from stateferry.models.torch_model import TinyQwen3Next
 from stateferry.models.words import EOS_ID, PAD_ID, VOCABULARY
-
-CLEAN_AT_LEAST = 0.99
-STATE_LOST_AT_MOST = 0.20
-KV_LOST_AT_MOST = 0.85
-EVAL_LENGTHS = (20, 32, 64, 100, 160, 250, 400, 650, 900, 1200, 1290)
 
 ANSWER, NAME, OTHER, NOTHING = 0, 1, 2, 3  # what a position must predict
 LOSS_WEIGHTS = (1.0, 0.3, 0.05)
@@ -58,8 +54,6 @@ class Stage:
 
 CURRICULA = {
     "try": (Stage(1.0, 2, 48, 32),),
-    "short": (Stage(0.4, 4, 96, 128), Stage(1.0, 8, 192, 128)),
-    "polish": (Stage(0.75, 8, 192, 128), Stage(1.0, 8, 1344, 32)),
     "full": (
         Stage(0.15, 4, 96, 128),
         Stage(0.40, 8, 192, 128),
@@ -90,16 +84,10 @@ class Stories(IterableDataset[tuple[torch.Tensor, ...]]):
         filler = 0 if room < 2 or rng.random() < 0.1 else rng.randint(2, room)
         holders = cast(rng, pairs)
         words, boundary = story(rng, holders, filler)
-        kind = rng.choices([*Question], [0.6, 0.2, 0.2])[0]
         # A question is six words: four asked, the answer, a full stop. Position t predicts word t + 1.
-        # Asked in turn, a person follows from the one before, and a place may be the last one left;
-        # asked at random, neither helps.
-        if rng.random() < 0.5:
-            asks, name = questions(holders, rng.randrange(pairs), asked, kind), NAME
-        else:
-            asks, name = questions(rng.choices(holders, k=asked), 0, asked, kind), NOTHING
-        predicts = [OTHER] * (len(words) + 3) + [ANSWER, OTHER, OTHER, OTHER, name, name] * asked
-        words += asks
+        predicts = [OTHER] * (len(words) + 3) + [ANSWER, OTHER, OTHER, OTHER, NAME, NAME] * asked
+        kind = rng.choices([*Question], [0.6, 0.2, 0.2])[0]
+        words += questions(holders, rng.randrange(pairs), asked, kind)
         predicts = predicts[: len(words) - 1] + [NOTHING] * (length - len(words) + 1)
         tokens = [*token_ids(words), *[PAD_ID] * (length - len(words))]
         return tokens, predicts, boundary if rng.random() < self.forgetful else -1
@@ -225,51 +213,10 @@ def train(model: TinyQwen3Next, args: argparse.Namespace, device: str) -> int:
     return steps
 
 
-@torch.no_grad()
-def evaluate(
-    model: TinyQwen3Next, device: str, per_length: int, lengths: tuple[int, ...] = EVAL_LENGTHS
-) -> dict[str, Any]:
-    """Accuracy for each way of losing memory: on questions that need both, by length, and by kind."""
-
-    def asked(kind: Question, length: int) -> list[Any]:
-        return [recall_prompt(1_000_000 + n, length, kind) for n in range(per_length)]
-
-    by_length = {n: accuracies(model, [asked(Question.WHERE_PERSON, n)], device) for n in lengths}
-    overall = {name: sum(row[name] for row in by_length.values()) / len(by_length) for name in DAMAGES}
-    kinds = {
-        kind.name: accuracies(model, [asked(kind, n) for n in lengths[1::3]], device)
-        for kind in (Question.WHAT_PERSON, Question.WHERE_THING)
-    }
-    print(f"{'':15}{'all':>7}" + "".join(f"{n:>7}" for n in lengths) + "".join(f"{k:>13}" for k in kinds))
-    for name in DAMAGES:
-        cells = [f"{overall[name]:7.3f}", *(f"{row[name]:7.3f}" for row in by_length.values())]
-        print(f"{name:15}" + "".join(cells) + "".join(f"{row[name]:13.3f}" for row in kinds.values()))
-    return {"accuracy": overall, "by_length": by_length, "other_questions": kinds}
-
-
-def refusals(accuracy: dict[str, float]) -> list[str]:
-    found = []
-    if accuracy["clean"] < CLEAN_AT_LEAST:
-        found.append(f"clean accuracy {accuracy['clean']:.4f} is below {CLEAN_AT_LEAST}")
-    if accuracy["state"] > STATE_LOST_AT_MOST:
-        found.append(f"accuracy without state {accuracy['state']:.4f} is above {STATE_LOST_AT_MOST}")
-    if accuracy["kv"] > KV_LOST_AT_MOST:
-        found.append(f"accuracy without attention KV {accuracy['kv']:.4f} is above {KV_LOST_AT_MOST}")
-    return found
-
-
 def load(model: TinyQwen3Next, folder: Path) -> None:
     from safetensors.torch import load_file
 
     model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
-
-
-def earlier(folder: Path | None) -> dict[str, Any] | None:
-    """The report of the checkpoint that this run went on from, without its long tables."""
-    if folder is None:
-        return None
-    report: dict[str, Any] = json.loads((folder / "training_report.json").read_text())
-    return {k: v for k, v in report.items() if k not in ("by_length", "other_questions")}
 
 
 def save(model: TinyQwen3Next, config: dict[str, Any], folder: Path, report: dict[str, Any]) -> None:
@@ -289,8 +236,10 @@ def save(model: TinyQwen3Next, config: dict[str, Any], folder: Path, report: dic
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--start", type=Path, help="folder of a checkpoint to go on from")
+    parser.add_argument("--out", type=Path, default=RECALL_GDN)
+    parser.add_argument(
+        "--evaluate", type=Path, help="folder of a checkpoint whose report to renew; no training"
+    )
     parser.add_argument("--draft", type=Path, help="folder to save in whatever the figures are")
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--curriculum", choices=CURRICULA, default="full")
@@ -310,43 +259,43 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    host = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores"
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     config = gdn_config(
         vocab_size=len(VOCABULARY), eos_token_id=EOS_ID, pad_token_id=PAD_ID, hidden_size=args.hidden
     )
     model = TinyQwen3Next(config).to(device)
-    initialise(model)
-    if args.start:
-        load(model, args.start)
-    print(sum(p.numel() for p in model.parameters()), "parameters on", device, flush=True)
-    steps = train(model, args, device)
-    model = model.to(torch.bfloat16)
-    longest = max(stage.length for stage in CURRICULA[args.curriculum])
-    lengths = tuple(n for n in EVAL_LENGTHS if n <= longest)
-    results = evaluate(model, device, args.per_length, lengths)
-    report = {
-        "started_from": earlier(args.start),
-        "steps": steps,
-        "minutes": args.minutes,
-        "seed": args.seed,
-        "rate": args.rate,
-        "forgetful": args.forgetful,
-        "curriculum": [asdict(stage) for stage in CURRICULA[args.curriculum]],
-        "host": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "prompts_per_length": args.per_length,
-        **results,
-    }
+    lengths = LENGTHS
+    if args.evaluate:
+        load(model, args.evaluate)
+        report = json.loads((args.evaluate / "training_report.json").read_text())
+    else:
+        initialise(model)
+        print(sum(p.numel() for p in model.parameters()), "parameters on", device, flush=True)
+        report = {
+            "steps": train(model, args, device),
+            "minutes": args.minutes,
+            "seed": args.seed,
+            "rate": args.rate,
+            "forgetful": args.forgetful,
+            "curriculum": [asdict(stage) for stage in CURRICULA[args.curriculum]],
+            "host": host,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        longest = max(stage.length for stage in CURRICULA[args.curriculum])
+        lengths = tuple(n for n in LENGTHS if n <= longest)
+    results = survey(model.to(torch.bfloat16), device, args.per_length, lengths)
+    print(table(results))
+    report |= {"evaluated_on": host, "prompts_per_length": args.per_length, **results}
     if args.draft:
         save(model, config, args.draft, report)
     problems = refusals(results["accuracy"])
     for problem in problems:
         print("not saved:", problem)
     if not problems:
-        save(model, config, args.out, report)
-        print("saved in", args.out)
+        save(model, config, args.evaluate or args.out, report)
     return bool(problems)
 
 

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from .prompts import Question, RecallPrompt, recall_prompt
 from .random_checkpoint import FAMILIES, write_random_checkpoint
 
-__all__ = ["FAMILIES", "write_random_checkpoint"]
+RECALL_GDN = Path(__file__).parent / "recall_gdn"
+
+__all__ = [
+    "FAMILIES",
+    "RECALL_GDN",
+    "Question",
+    "RecallPrompt",
+    "recall_prompt",
+    "write_random_checkpoint",
+]
