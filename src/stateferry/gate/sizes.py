@@ -59,8 +59,10 @@ def _mamba2(config: Config) -> _State:
 
 
 def _granite(config: Config) -> tuple[int, int, _State]:
+    """Older checkpoints name their layers otherwise."""
     kinds = config.get("layer_types") or config["layers_block_type"]
-    return kinds.count("mamba"), kinds.count("attention"), _mamba2(config)
+    recurrent = sum(kind in ("linear_attention", "mamba") for kind in kinds)
+    return recurrent, len(kinds) - recurrent, _mamba2(config)
 
 
 def _falcon(config: Config) -> tuple[int, int, _State]:
