@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stateferry.models import write_random_checkpoint
+from stateferry.models import RECALL_GDN, write_random_checkpoint
 from stateferry.stack import Client, Engine, EngineSpec, Role, Router, Stack
 
 START_TIMEOUT_S = 280.0
@@ -17,7 +17,7 @@ _STACK = pytest.StashKey[Stack]()
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine of the random GDN model, with `testing` and prefix caching on."""
+    """A prefill and a decode engine of the bundled model, with `testing` and prefix caching on."""
 
     prefill: Engine
     decode: Engine
@@ -45,11 +45,11 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def pair(stack: Stack, random_model: Path) -> Pair:
+def pair(stack: Stack) -> Pair:
     """Two engines that hand off over the default transport."""
     extra = {"testing": True}
-    prefill = stack.start(EngineSpec(model=random_model, role=Role.PREFILL, extra_config=extra))
-    decode = stack.start(EngineSpec(model=random_model, role=Role.DECODE, extra_config=extra))
+    prefill = stack.start(EngineSpec(model=RECALL_GDN, role=Role.PREFILL, extra_config=extra))
+    decode = stack.start(EngineSpec(model=RECALL_GDN, role=Role.DECODE, extra_config=extra))
     for engine in (prefill, decode):
         engine.wait_ready(START_TIMEOUT_S)
     return Pair(prefill, decode)
