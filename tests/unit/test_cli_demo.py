@@ -18,7 +18,7 @@ from stateferry.cli.starting import step
 
 RIGHT = "Paris . where is Clara Stone Rome ."
 GOOD = Asked(
-    question="where is Clara Brook",
+    prompt="Clara Brook has the bell . where is Clara Brook",
     prompt_tokens=60,
     expected=RIGHT,
     one_engine=Arm(RIGHT, 0.1, 0.05),
@@ -29,6 +29,7 @@ GOOD = Asked(
 
 def test_a_good_answer_has_no_problem() -> None:
     assert GOOD.problems() == []
+    assert GOOD.question == "where is Clara Brook"
 
 
 def test_an_error_in_place_of_the_withheld_answer_is_no_problem() -> None:

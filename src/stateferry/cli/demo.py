@@ -75,12 +75,18 @@ def demo(
 
 
 def _show(console: Console, asked: list[Asked]) -> None:
+    console.print("\n[bold]The first prompt[/bold]")
+    console.print(f"  {asked[0].prompt}", markup=False)
+    console.print(
+        "\nThe model names the place, then goes on with questions about the others. An answer is right "
+        "if every word of that is."
+    )
     answers = Table(title="\nAnswers", title_justify="left", show_lines=True)
     for heading in ("question", "right", "one engine", "two engines", "two, state withheld"):
         answers.add_column(heading, overflow="fold")
     for one in asked:
         answers.add_row(
-            f"{one.question} ?\n[dim]{one.prompt_tokens} tokens[/dim]",
+            f"… {one.question} ?\n[dim]{one.prompt_tokens} tokens[/dim]",
             _short(one.expected),
             _judged(one.one_engine.text or one.one_engine.error, one.expected),
             _judged(one.two_engines.text or one.two_engines.error, one.expected),

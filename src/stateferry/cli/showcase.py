@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 from stateferry.stack import AnswerError, Client, Completion, Engine, Router
 
+ROUNDS = 3
+QUESTION_WORDS = 4
 WITHHOLD_STATE: Mapping[str, Any] = {"withhold": "state"}
 
 
@@ -35,12 +38,18 @@ class Arm:
 class Asked:
     """One question and its three answers."""
 
-    question: str
+    prompt: str
     prompt_tokens: int
     expected: str
     one_engine: Arm
     two_engines: Arm
     withheld: Arm
+
+    @property
+    def question(self) -> str:
+        """The end of the prompt."""
+        words = self.prompt.split()
+        return " ".join(words[-QUESTION_WORDS:])
 
     def problems(self) -> list[str]:
         """Why this question speaks against the hand-off; empty if nothing does."""
@@ -84,39 +93,45 @@ def ask_all(
 
 
 def _ask(client: Client, prefill: Engine, decode: Engine, router: Router, question: Question) -> Asked:
-    expected = f"{question.answer} {question.follow_up}".split()
-    length = len(expected)
+    expected = " ".join(f"{question.answer} {question.follow_up}".split())
+    length = len(expected.split())
 
-    def forget() -> None:
+    def ask(url: str, stream: bool) -> Completion:
         for engine in (prefill, decode):
             client.reset_prefix_cache(engine.url)
+        return client.complete(url, question.text, length, stream=stream)
 
-    def arm(answer: Completion) -> Arm:
-        return Arm(answer.text.strip(), answer.total_s, answer.first_token_s)
-
-    forget()
-    streamed = client.complete(prefill.url, question.text, length, stream=True)
-    one = arm(streamed)
-    forget()
-    two_streamed = client.complete(router.url, question.text, length, stream=True)
-    forget()
-    whole = client.complete(router.url, question.text, length)
-    received = ((whole.kv_transfer_params or {}).get("stateferry") or {}).get("received") or {}
-    two = Arm(whole.text.strip(), whole.total_s, two_streamed.first_token_s, received)
-    if two_streamed.text != whole.text:
-        two = Arm(two.text, two.total_s, two.first_token_s, received, "streamed and whole answer differ")
-    forget()
+    ones, twos = [], []
+    for _ in range(ROUNDS):  # one after the other, so that a busy moment hits both
+        ones.append(ask(prefill.url, stream=True))
+        twos.append(ask(router.url, stream=True))
+    whole = ask(router.url, stream=False)
+    for engine in (prefill, decode):
+        client.reset_prefix_cache(engine.url)
     try:
         lost = client.handoff(prefill.url, decode.url, question.text, length, tamper=WITHHOLD_STATE)
         withheld = Arm(lost.decode.text.strip(), lost.total_s, received=lost.received)
     except AnswerError as e:
         withheld = Arm("", 0.0, error=str(e))
-    words = question.text.split()
     return Asked(
-        question="… " + " ".join(words[-4:]) if len(words) > 4 else question.text,
-        prompt_tokens=streamed.prompt_tokens,
-        expected=" ".join(expected),
-        one_engine=one,
-        two_engines=two,
+        prompt=question.text,
+        prompt_tokens=ones[0].prompt_tokens,
+        expected=expected,
+        one_engine=_arm(ones),
+        two_engines=_arm([whole, *twos]),
         withheld=withheld,
+    )
+
+
+def _arm(answers: Sequence[Completion]) -> Arm:
+    """The first answer, which all must equal, with medians of the times."""
+    texts = list(dict.fromkeys(answer.text.strip() for answer in answers))
+    first_token_s = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
+    ours = (answers[0].kv_transfer_params or {}).get("stateferry") or {}
+    return Arm(
+        text=texts[0],
+        total_s=median(answer.total_s for answer in answers),
+        first_token_s=median(first_token_s) if first_token_s else None,
+        received=ours.get("received") or {},
+        error=f"asked {len(answers)} times, gave {texts!r}" if len(texts) > 1 else "",
     )
