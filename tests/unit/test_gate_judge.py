@@ -131,3 +131,9 @@ def test_a_tally_says_how_far_the_caught_answers_were() -> None:
     assert (found.asked, found.judged, found.caught, found.errors) == (5, 4, 3, 1)
     assert (found.smallest_difference, found.median_difference) == (0.1, 0.5)
     assert found.not_judged == {NO_EFFECT: 1}
+
+
+@pytest.mark.parametrize(("harmless", "expected"), [(False, ("case 1",)), (True, ("case 0", "case 2"))])
+def test_a_tally_names_the_prompts_that_went_wrong(harmless: bool, expected: tuple[str, ...]) -> None:
+    judgements = [j._replace(case=f"case {i}") for i, j in enumerate([CAUGHT, MISSED, ERROR, VOID])]
+    assert tally("m", judgements, harmless=harmless).wrong == expected

@@ -13,10 +13,10 @@ from stateferry.cli import gate as command
 from stateferry.cli.main import app
 from stateferry.errors import EngineError
 from stateferry.gate.engines import Facts, facts_of
-from stateferry.stack.host import commit, host_facts
 from stateferry.gate.judge import Judgement, Tally, Verdict, tally
 from stateferry.gate.report import CleanSummary, GateReport, ModelReport, PlainSummary
 from stateferry.stack import Metrics
+from stateferry.stack.host import commit, host_facts
 
 STRUCTURE = {"passed": True, "plans": 3, "bytes": 1000, "faults": []}
 

@@ -49,7 +49,7 @@ def _tried(
 ) -> Tally:
     judgements = []
     for reference in usable(arms, clean, mutant, prompts):
-        judgements.append(judged(arms, mutant, reference))
+        judgements.append(judged(arms, mutant, reference)._replace(case=str(reference.case)))
         step()
     may_not_apply = mutant.feature in arms.lacking
     return tally(mutant.name, judgements, harmless=mutant.harmless, may_not_apply=may_not_apply)

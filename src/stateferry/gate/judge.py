@@ -21,6 +21,8 @@ CATCH_SHARE = 0.95
 JUDGED_SHARE = 0.75
 """… and judged on at least this share of those it is tried on, all of which it should damage."""
 
+SHOWN = 5
+
 
 class Answer(NamedTuple):
     """What one arm said: one entry a token."""
@@ -92,6 +94,8 @@ class Judgement(NamedTuple):
     """Of log-probabilities, where they gave it away."""
     reason: str = ""
     """Why it is not judged, or what the error said."""
+    case: str = ""
+    """Which prompt it was."""
 
 
 NO_EFFECT = "no damaged byte moved"
@@ -121,6 +125,8 @@ class Tally:
     errors: int
     not_judged: Mapping[str, int]
     """How many for which reason."""
+    wrong: tuple[str, ...]
+    """The first few prompts on which it was missed (or, if harmless, objected to)."""
     smallest_difference: float | None
     """Over caught answers."""
     median_difference: float | None
@@ -140,6 +146,7 @@ def tally(
     not_judged = Counter(j.reason for j in judgements if j.verdict is Verdict.NOT_JUDGED)
     judged = len(judgements) - count[Verdict.NOT_JUDGED]
     applies = not (may_not_apply and judgements and set(not_judged) == {NO_EFFECT} and not judged)
+    wrong = {Verdict.CAUGHT, Verdict.ERROR} if harmless else {Verdict.MISSED}
     differences = [j.difference for j in judgements if j.difference is not None]
     caught = count[Verdict.CAUGHT] + count[Verdict.ERROR]
     if not applies:
@@ -159,6 +166,7 @@ def tally(
         caught=count[Verdict.CAUGHT],
         errors=count[Verdict.ERROR],
         not_judged=dict(not_judged),
+        wrong=tuple(j.case for j in judgements if j.verdict in wrong)[:SHOWN],
         smallest_difference=min(differences, default=None),
         median_difference=median(differences) if differences else None,
         applies=applies,

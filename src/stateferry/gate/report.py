@@ -81,6 +81,7 @@ class ModelReport:
         for arm, tallies in (("answers", self.mutants), ("digests", self.digests)):
             for tally in (t for t in tallies if not t.passed):
                 reasons = [f"{count} times {reason}" for reason, count in tally.not_judged.items()]
+                reasons += tally.wrong
                 why = f" ({'; '.join(reasons)})" if reasons else ""
                 found.append(f"{self.model}: damage {tally.name!r}, {arm}: {tally.verdict}{why}")
         if self.leak:
