@@ -6,6 +6,7 @@ Run by `make setup` with any Python; uses the standard library only.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+LOG = VENV / "setup.log"
 STAMP = VENV / ".stateferry-setup"
 CONSTRAINTS = ROOT / "requirements" / "cpu.txt"
 
@@ -47,7 +49,9 @@ def main() -> int:
         pip("install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
         remove_unfit()
     except subprocess.CalledProcessError as e:
-        say(f"failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode}). pip's own words stand above.")
+        say(
+            f"failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode}). pip's own words stand above and in {LOG}."
+        )
         say("Nothing else was changed; run `make setup` again when the cause is gone, or `make clean` first.")
         return 1
     STAMP.write_text(fingerprint)
@@ -70,8 +74,12 @@ def use_another_python() -> int:
 
 def make_fingerprint() -> str:
     """Changes when anything that decides what is installed changes, or the folder moved."""
-    digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+    import tomllib  # not in the Pythons that this script must be able to refuse
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tables = [project["build-system"], project["project"], project["tool"]["setuptools"]]
+    digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode())
+    for path in (CONSTRAINTS, Path(__file__)):
         digest.update(path.read_bytes())
     digest.update(f"{ROOT} {sys.version_info[:2]}".encode())
     return digest.hexdigest()
@@ -95,6 +103,7 @@ def make_venv() -> None:
         else ""
     )
     if have != wanted:
+        # `--clear` also removes a stamp and whatever a broken attempt left.
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV])
         if made.returncode != 0:
             say("Python's venv module did not work. On Debian and Ubuntu: apt install python3-venv")
@@ -108,7 +117,7 @@ def install_torch() -> None:
         return
     say(f"looking for {TORCH} in pip's own sources …")
     try:
-        pip("install", TORCH, "--quiet", quiet_failure=True)
+        pip("install", TORCH, quiet_failure=True)
     except subprocess.CalledProcessError:
         say(f"pip's own sources have no {TORCH}: taking it from PyTorch's CPU index, {TORCH_CPU_INDEX}.")
         # No dependencies from there: they come from pip's own sources, with everything else.
@@ -122,7 +131,7 @@ def remove_unfit() -> None:
             and subprocess.run([PYTHON, "-c", f"import {name}"], capture_output=True).returncode
         ):
             say(f"removing {name}: its build does not fit {TORCH}, and text models do not need it.")
-            pip("uninstall", "--yes", "--quiet", name)
+            pip("uninstall", "--yes", name)
 
 
 def installed(name: str) -> str:
@@ -132,10 +141,25 @@ def installed(name: str) -> str:
 
 
 def pip(*arguments: str, quiet_failure: bool = False) -> None:
+    """Run pip. All that it says goes to LOG; people see downloads, and everything if it fails."""
     command = [str(PYTHON), "-m", "pip", *arguments, "--disable-pip-version-check"]
     if arguments[0] == "install":
         command += ["--constraint", str(CONSTRAINTS), "--no-input", "--progress-bar", "off"]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL if quiet_failure else None)
+    lines = []
+    with (
+        LOG.open("a") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            lines.append(line)
+            if line.lstrip().startswith(("Downloading", "Building wheel for")):
+                print(f"  {line.strip()[:100]}", flush=True)
+    if process.returncode != 0:
+        if not quiet_failure:
+            print("".join(lines[-40:]), flush=True)
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def say(text: str) -> None:
