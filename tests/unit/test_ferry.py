@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from stateferry.config import Config, Verify
 from stateferry.errors import ConfigError, TransportUnavailable
 from stateferry.ids import RequestId
-from stateferry.session import GroupLoad, Load, Orders, Outcome, VirtualClock
+from stateferry.layout.spec import Pieces
+from stateferry.session import GroupLoad, Load, Open, Orders, Outcome, VirtualClock
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
-from stateferry.transport.base import TransportOptions
+from stateferry.transport.base import Peer, Transfer, TransferState, TransportOptions
 from stateferry.transport.memory import MemoryTransport
 from stateferry.wire import RankAddress
 
@@ -286,6 +287,66 @@ def test_a_load_that_cannot_be_planned_fails_that_request_alone(pair: tuple[Engi
     assert results.failed == {"r"}
     assert "99" in results.reports[-1].reason
     assert not consumer.read("s", producer.grant(40, TABLES), LOCAL).failed
+
+
+def test_an_address_that_cannot_be_dialled_takes_nothing_from_the_other_orders_of_its_step(
+    pair: tuple[EngineRank, EngineRank],
+) -> None:
+    producer, consumer = pair
+    good = producer.grant(40, TABLES)
+    nowhere = replace(good, ranks=(RankAddress("not a host!", 1, good.ranks[0].epoch),))
+    opens = (Open(RequestId("bad"), nowhere), Open(RequestId("good"), good))
+    consumer.ferry.submit(Orders(opens=opens))
+    assert consumer.wait_lost("bad").lost == {"bad"}
+    consumer.load("bad", nowhere, ((9, 10, 11), (12,)))
+    assert consumer.wait_received("bad").failed == {"bad"}
+    consumer.load("good", good, LOCAL)
+    assert not consumer.wait_received("good").failed
+
+
+class BrokenTransfer(Transfer):
+    error = "the link broke"
+    bytes_done = 0
+    quiet = True
+
+    def poll(self) -> TransferState:
+        return TransferState.FAILED
+
+
+class BrokenPeer(Peer):
+    usable = False
+
+    def post_read(self, pieces: Pieces) -> Transfer:
+        return BrokenTransfer()
+
+    def close(self) -> None:
+        """Nothing to forget."""
+
+
+class BrokenAtFirst(MemoryTransport):
+    """The first connection breaks at its first read."""
+
+    connects = 0
+
+    def connect(self, registration: bytes, timeout_s: float) -> Peer:
+        self.connects += 1
+        return BrokenPeer() if self.connects == 1 else super().connect(registration, timeout_s)
+
+
+def test_a_connection_that_broke_is_made_anew_after_a_pause() -> None:
+    transport = BrokenAtFirst(TransportOptions())
+    config = Config(retry_interval_s=0.05)
+    with EngineRank("p") as producer, EngineRank("d", transport=transport, config=config) as consumer:
+        failed = consumer.read("r0", producer.grant(40, TABLES, "p0"), LOCAL)
+        assert failed.failed == {"r0"}
+        assert "the link broke" in failed.reports[-1].reason
+
+        def served() -> bool:
+            name = f"r{producer.ferry.counters.granted}"
+            return not consumer.read(name, producer.grant(40, TABLES, name), LOCAL).failed
+
+        wait_until(served)
+        assert transport.connects == 2
 
 
 def test_a_load_that_was_never_opened_is_reported_failed(pair: tuple[EngineRank, EngineRank]) -> None:

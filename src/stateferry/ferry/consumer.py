@@ -11,7 +11,8 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
-from stateferry.ferry.link import Link, LinkState, open_socket
+from stateferry.ferry.link import Link, LinkState
+from stateferry.ferry.links import Links
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.reading import Fence, Reading, Tamper
 from stateferry.ids import RequestId, TransferId
@@ -34,7 +35,6 @@ from stateferry.wire import (
     ClaimAnswer,
     DigestAnswer,
     Message,
-    RankAddress,
     Refusal,
     Release,
     Renewal,
@@ -44,10 +44,6 @@ from stateferry.wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-IDLE_LINK_S = 600.0
-"""A link that nobody used for this long is closed; the next request meets the producer again."""
-MAX_RETRY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -75,18 +71,22 @@ class ConsumerService:
         memory: LocalMemory,
         tamper: Tamper | None,
     ) -> None:
-        self._context = context
-        self._poller = poller
         self._clock = clock
         self._config = config
         self._layout = layout
-        self._encoded_layout = encoded_layout
-        self._software = software
-        self._transport = transport
         self._memory = memory
         self._tamper = tamper
-        self._links: dict[RankAddress, Link] = {}
-        self._retry_pause_s: dict[tuple[str, int], float] = {}
+        self._links = Links(
+            context,
+            poller,
+            clock,
+            config,
+            layout,
+            encoded_layout,
+            software,
+            transport,
+            on_settled=self._link_settled,
+        )
         self._handoffs: dict[RequestId, Handoff] = {}
         self._readings: dict[RequestId, Reading] = {}
         self._ended: list[Ended] = []
@@ -97,16 +97,15 @@ class ConsumerService:
     def open(self, order: Open) -> None:
         """A request with an offer arrived: meet its producer and claim the offer."""
         offer = order.offer
+        handoff = self._handoffs[order.request_id] = Handoff(order.request_id, offer, ())
         try:
             ranks = producer_ranks(self._layout.tp_rank, self._layout.tp_size, len(offer.ranks))
-        except ValueError as e:
-            self._handoffs[order.request_id] = handoff = Handoff(order.request_id, offer, ())
+            links = [self._links.meet(offer.ranks[rank]) for rank in ranks]
+        except (ValueError, zmq.ZMQError) as e:
             self._fail(handoff, str(e))
             return
-        handoff = Handoff(order.request_id, offer, ranks)
-        self._handoffs[order.request_id] = handoff
-        for rank in ranks:
-            link = self._link(offer.ranks[rank])
+        handoff.ranks = ranks
+        for link in links:
             link.requests.add(order.request_id)
             if link.state is LinkState.FAILED:
                 self._fail(handoff, link.reason)
@@ -143,7 +142,7 @@ class ConsumerService:
 
     def receive(self, socket: object) -> None:
         """Read everything that a link's socket has."""
-        link = next((link for link in self._links.values() if link.socket is socket), None)
+        link = self._links.of_socket(socket)
         while link is not None:
             try:
                 frame = link.socket.recv(zmq.NOBLOCK)
@@ -156,12 +155,10 @@ class ConsumerService:
 
     def _handle(self, link: Link, message: Message) -> None:
         if link.state is LinkState.GREETING and isinstance(message, Welcome | Refusal):
-            link.welcomed(message, self._layout, self._transport, self._config)
-            self._link_settled(link)
+            self._links.welcomed(link, message)
         elif isinstance(message, Refusal):
             # The engine behind this address is another one now: nothing it said before holds.
-            link.fail(message.reason)
-            self._link_settled(link)
+            self._links.fail(link, message.reason)
         elif isinstance(message, ClaimAnswer):
             self._claim_answered(link, message)
         elif isinstance(message, RenewalAnswer):
@@ -228,37 +225,31 @@ class ConsumerService:
     def advance(self) -> None:
         """Post what can be posted, poll what was posted, settle what is over."""
         for reading in list(self._readings.values()):
-            links = [self._links[reading.handoff.offer.ranks[r]] for r in reading.handoff.ranks]
-            reading.advance(links, self._layout, self._memory, self._config, self._tamper, self._clock)
+            handoff = reading.handoff
+            links = [self._links.find(handoff.offer.ranks[rank]) for rank in handoff.ranks]
+            try:
+                reading.advance(
+                    [link for link in links if link is not None],
+                    self._layout,
+                    self._memory,
+                    self._config,
+                    self._tamper,
+                    self._clock,
+                )
+            except Exception as e:  # a defect; it must not take the others' turn away
+                logger.exception("could not go on with the hand-off of request %s", handoff.request_id)
+                handoff.fail(f"defect: {e}")
             outcome = reading.settle(self._clock.now_s())
             if outcome is not None:
-                self._end(reading.handoff, outcome, reading)
+                self._end(handoff, outcome, reading)
 
     def tick(self) -> None:
-        """Deadlines of links: hand-shakes, renewals, pauses, idleness."""
-        now_s = self._clock.now_s()
-        for address, link in list(self._links.items()):
-            if link.state is LinkState.GREETING and now_s >= link.deadline_s:
-                link.fail(f"no answer to the hand-shake within {self._config.handshake_timeout_s:g} s")
-                self._link_settled(link)
-            elif link.state is LinkState.FAILED:
-                if now_s >= link.deadline_s and not link.requests:
-                    self._drop(address, link)
-            elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
-                self._renew(link, now_s)
-            elif not link.requests and now_s - link.idle_since_s >= IDLE_LINK_S:
-                self._drop(address, link)
+        """Deadlines of links."""
+        self._links.tick(self._renew)
 
     def next_deadline_s(self) -> float:
-        """When `tick` has a renewal to send or a hand-shake to give up; infinite if never."""
-        return min(
-            (
-                link.next_renewal_s if link.state is LinkState.READY else link.deadline_s
-                for link in self._links.values()
-                if link.state is not LinkState.FAILED
-            ),
-            default=float("inf"),
-        )
+        """When `tick` has something to do; infinite if never."""
+        return self._links.next_deadline_s()
 
     def take_ended(self) -> list[Ended]:
         """Hand-offs that ended since the last call."""
@@ -276,43 +267,16 @@ class ConsumerService:
             reading.cancel()
         for handoff in list(self._handoffs.values()):
             self._release(handoff, received=False)
-        for address, link in list(self._links.items()):
-            self._drop(address, link)
+        self._links.close()
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _link(self, address: RankAddress) -> Link:
-        now_s = self._clock.now_s()
-        link = self._links.get(address)
-        if (
-            link is not None
-            and link.state is LinkState.FAILED
-            and now_s >= link.deadline_s
-            and not link.requests
-        ):
-            self._drop(address, link)
-            link = None
-        if link is not None:
-            return link
-        deadline_s = now_s + self._config.handshake_timeout_s
-        link = self._links[address] = Link(address, open_socket(self._context, address), deadline_s)
-        self._poller.register(link.socket, zmq.POLLIN)
-        link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
-        return link
-
     def _link_settled(self, link: Link) -> None:
-        key = (link.address.host, link.address.port)
-        if link.state is LinkState.READY:
-            self._retry_pause_s.pop(key, None)
-            for request_id in list(link.requests):
-                self._claim(link, self._handoffs[request_id])
-            return
-        pause_s = self._retry_pause_s.get(key, self._config.retry_interval_s)
-        self._retry_pause_s[key] = min(pause_s * 2, MAX_RETRY_S)
-        link.deadline_s = self._clock.now_s() + pause_s
-        logger.warning("%s; next try in %.1f s", link.reason, pause_s)
         for request_id in list(link.requests):
-            self._fail(self._handoffs[request_id], link.reason)
+            if link.state is LinkState.READY:
+                self._claim(link, self._handoffs[request_id])
+            else:
+                self._fail(self._handoffs[request_id], link.reason)
 
     def _claim(self, link: Link, handoff: Handoff) -> None:
         link.claims_sent_s[handoff.request_id] = self._clock.now_s()
@@ -354,7 +318,7 @@ class ConsumerService:
 
     def _release(self, handoff: Handoff, received: bool) -> None:
         for rank in handoff.ranks:
-            link = self._links.get(handoff.offer.ranks[rank])
+            link = self._links.find(handoff.offer.ranks[rank])
             if link is None:
                 continue
             link.send(
@@ -372,11 +336,13 @@ class ConsumerService:
         # The release goes first: the producer's engine steps without pause until it has it.
         self._release(handoff, received=outcome is Outcome.RECEIVED)
         for rank in handoff.ranks:
-            link = self._links.get(handoff.offer.ranks[rank])
+            link = self._links.find(handoff.offer.ranks[rank])
             if link is not None:
                 link.requests.discard(handoff.request_id)
                 link.claims_sent_s.pop(handoff.request_id, None)
                 link.idle_since_s = self._clock.now_s()
+                if link.peer is not None and not link.peer.usable and link.state is LinkState.READY:
+                    self._links.fail(link, "the connection broke; it is made anew")
         del self._handoffs[handoff.request_id]
         self._readings.pop(handoff.request_id, None)
         if reading is None:
@@ -384,8 +350,3 @@ class ConsumerService:
         else:
             report = reading.report(outcome, self._clock.now_s())
         self._ended.append(Ended(report, had_blocks=reading is not None))
-
-    def _drop(self, address: RankAddress, link: Link) -> None:
-        self._poller.unregister(link.socket)
-        link.close()
-        del self._links[address]

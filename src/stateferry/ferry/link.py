@@ -46,6 +46,8 @@ class Link:
     socket: "zmq.Socket[bytes]"
     deadline_s: float
     """Of the hand-shake while greeting; when to try again once failed."""
+    pause_s: float
+    """How long to wait after a failure."""
     state: LinkState = LinkState.GREETING
     reason: str = ""
     plan: Plan | None = None

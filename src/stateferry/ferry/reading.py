@@ -181,9 +181,7 @@ class Reading:
         load = self.handoff.load
         assert load is not None
         groups = [
-            g
-            for g in load.groups
-            if verify is Verify.ALL or layout.groups[g.group].kind is GroupKind.STATE
+            g for g in load.groups if verify is Verify.ALL or layout.groups[g.group].kind is GroupKind.STATE
         ]
         self.expected_digests = {}
         for rank, link in zip(self.handoff.ranks, links, strict=True):
