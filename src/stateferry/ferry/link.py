@@ -141,5 +141,9 @@ def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     host = f"[{address.host}]" if ":" in address.host else address.host
     socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
-    socket.connect(f"tcp://{host}:{address.port}")
+    try:
+        socket.connect(f"tcp://{host}:{address.port}")
+    except zmq.ZMQError:
+        socket.close(linger=0)
+        raise
     return socket
