@@ -63,7 +63,7 @@ def usable(arms: Arms, clean: Sequence[CleanResult], mutant: Mutant, prompts: in
         for r in clean
         if r.right
         and r.reference.case.moves
-        and len(r.reference.case.prompt) >= mutant.least_tokens
+        and mutant.shows(len(r.reference.case.prompt), block_tokens)
         and (mutant.other is None or mutant.other(r.reference, block_tokens, arms.source) is not None)
     }
     return [able[case.number] for case in spaced([r.case for r in able.values()], prompts)]

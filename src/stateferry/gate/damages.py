@@ -12,6 +12,9 @@ OTHER_SEED = 1_000_000
 
 PAST_WINDOW = 8
 """Tokens after which no number of a convolution window is zero because nothing was there yet."""
+ENOUGH_KV = 16
+"""Tokens whose KV must be in a block, unless it is all there is. Measured: with the KV of one token among
+a thousand gone, the change may be too small for bfloat16 logits to show."""
 
 Other = Callable[[Reference, int, PromptSource], Tokens | None]
 """(case, tokens a block, source of prompts) -> the other prompt; None where there is no such prompt."""
@@ -28,8 +31,8 @@ class Mutant:
     """Where the damaged pages come from, if not from nowhere."""
     feature: str = ""
     """What a model may lack so that this cannot be done to it."""
-    least_tokens: int = 1
-    """Of a prompt that this is done to."""
+    shows: Callable[[int, int], bool] = lambda length, block_tokens: True
+    """Whether a prompt of this length is one in which the damage can be seen at all."""
 
     @property
     def harmless(self) -> bool:
@@ -58,6 +61,14 @@ def _stranger(reference: Reference, block_tokens: int, source: PromptSource) -> 
     return source(OTHER_SEED + reference.case.number, len(reference.prompt))
 
 
+def _past_window(length: int, block_tokens: int) -> bool:
+    return length >= PAST_WINDOW
+
+
+def _enough_in_last_block(length: int, block_tokens: int) -> bool:
+    return length <= block_tokens or (length - 1) % block_tokens + 1 >= ENOUGH_KV
+
+
 def _fixed(**order: Any) -> Callable[[int], dict[str, Any]]:
     return lambda number: dict(order)
 
@@ -73,7 +84,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("state withheld", _fixed(withhold="state")),
     Mutant("convolution withheld", _fixed(withhold="convolution"), feature="convolution"),
     Mutant("one layer's state withheld", lambda number: {"withhold": f"layer:{number}"}),
-    Mutant("last attention block withheld", _fixed(withhold="last_block")),
+    Mutant("last attention block withheld", _fixed(withhold="last_block"), shows=_enough_in_last_block),
     Mutant("heads swapped", _fixed(swap="heads"), feature="heads"),
     Mutant("two layers swapped", lambda number: {"swap": f"layers:{number}"}, feature="layers"),
 )
@@ -82,12 +93,12 @@ is right then, which makes it the hardest to notice."""
 
 DIGEST_MUTANTS: tuple[Mutant, ...] = (
     *MUTANTS,
-    Mutant("one number of the first state", _fixed(withhold="number:0"), least_tokens=PAST_WINDOW),
+    Mutant("one number of the first state", _fixed(withhold="number:0"), shows=_past_window),
     Mutant(
         "one number of the second state",
         _fixed(withhold="number:1"),
         feature="second state",
-        least_tokens=PAST_WINDOW,
+        shows=_past_window,
     ),
 )
 """What digests must catch: all of the above, and what only they can see."""
