@@ -238,14 +238,12 @@ class EngineRank:
 
     def wait_idle(self, timeout_s: float = 20.0) -> Results:
         """Wait until no hand-off is open; everything reported since the last wait."""
-        return self._wait(lambda _: self.ferry.open_count == 0, "idle", timeout_s)
+        wait_until(lambda: self.ferry.open_count == 0, timeout_s)
+        return self._wait(lambda _: True, "idle", timeout_s)
 
     def _wait(self, happened: Callable[[Results], bool], what: str, timeout_s: float) -> Results:
         deadline_s = time.monotonic() + timeout_s
-        while not happened(self._seen):
-            # Short, because being idle is not news.
-            if not self.ferry.wait(0.05) and time.monotonic() > deadline_s:
-                raise TimeoutError(f"not {what} within {timeout_s:g} s; so far {self._seen}")
+        while True:
             new = self.ferry.take()
             self._seen = Results(
                 sent=self._seen.sent | new.sent,
@@ -254,5 +252,10 @@ class EngineRank:
                 lost=self._seen.lost | new.lost,
                 reports=self._seen.reports + new.reports,
             )
+            if happened(self._seen):
+                break
+            # Short, because being idle is not news.
+            if not self.ferry.wait(0.05) and time.monotonic() > deadline_s:
+                raise TimeoutError(f"not {what} within {timeout_s:g} s; so far {self._seen}")
         seen, self._seen = self._seen, Results()
         return seen
