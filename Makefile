@@ -21,7 +21,7 @@ check: setup ## Lint, formatting, types, size table
 	@$(BIN)/python tools/check_sizes.py
 
 test: check ## Set-up, checks and the whole test suite (real engines: minutes)
-	$(BIN)/python -m pytest tests -m "not by_hand" -q --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m "not by_hand" --durations=10 $(PYTEST_ARGS)
 
 gate: setup ## The accuracy gate on the bundled model; ARGS=--full for the long one
 	@$(BIN)/stateferry gate $(ARGS)
