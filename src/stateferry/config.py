@@ -69,8 +69,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     unknown = sorted(set(extra) - known)
     if unknown:
         raise ConfigError(
-            f"unknown key {unknown[0]!r} in kv_connector_extra_config; known keys: "
-            f"{', '.join(sorted(known))}"
+            f"unknown key {unknown[0]!r} in kv_connector_extra_config; known keys: {', '.join(sorted(known))}"
         )
     try:
         return msgspec.convert(dict(extra), Config, strict=False)

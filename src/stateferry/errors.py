@@ -14,6 +14,7 @@
         LeaseLost              the producer's promise to keep the blocks ended before the read did
         DigestMismatch         the bytes that arrived are not the bytes that were computed
       EngineError              an engine or router that we started did not come up, or died
+        stack.AnswerError      it answered with an error, or not at all
 
 Exceptions are for the control path. On the data path a poll returns a status.
 A message says which request, peer, region or key, what was expected, what was found, what to do.
@@ -37,8 +38,7 @@ class LayoutMismatch(LayoutError):
 
     def __init__(self, field: str, ours: object, theirs: object, advice: str) -> None:
         super().__init__(
-            f"layout field {field!r} differs: this engine has {ours!r}, the peer has {theirs!r}. "
-            f"{advice}"
+            f"layout field {field!r} differs: this engine has {ours!r}, the peer has {theirs!r}. {advice}"
         )
         self.field = field
         self.ours = ours

@@ -133,8 +133,10 @@ class SimulatedWorker:
             new_ids = cached.new_block_ids[i]
             row.computed = cached.num_computed_tokens[i]
             if request_id in cached.resumed_req_ids:
-                row.tables = [list(ids) for ids in new_ids]
-                row.column = None
+                # What was sampled in flight when it was thrown out may have been dropped.
+                tokens = list(cached.all_token_ids[request_id])
+                tables = [list(ids) for ids in new_ids]
+                self.rows[request_id] = Row(tokens, chain(tokens, row.links[0]), tables, row.computed)
             elif new_ids is not None:
                 for table, ids in zip(row.tables, new_ids, strict=True):
                     table.extend(ids)

@@ -149,6 +149,7 @@ def _started(
                         role=role,
                         name=f"{subject.name}-{role.name.lower()}",
                         extra_config=extra,
+                        prefix_caching=subject.caching,
                         max_model_len=MAX_MODEL_LEN,
                         args=("--max-num-batched-tokens", str(CHUNK_TOKENS)),
                     )

