@@ -1,4 +1,4 @@
-"""All producer ranks that a consumer rank knows: met once per life, and again after a pause if that failed."""
+"""Producer ranks that a consumer rank knows: met once per life, and again after a pause if that failed."""
 
 import logging
 from collections.abc import Callable
