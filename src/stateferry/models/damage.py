@@ -19,6 +19,7 @@ from .torch_model import TinyQwen3Next
 Damage = Callable[[Memory], Memory]
 
 LENGTHS = (20, 32, 64, 100, 160, 250, 400, 650, 900, 1200, 1290)
+BATCH = 32
 CLEAN_AT_LEAST = 0.99
 STATE_LOST_AT_MOST = 0.20
 KV_LOST_AT_MOST = 0.85
@@ -87,15 +88,16 @@ class Survey(TypedDict):
 def survey(model: TinyQwen3Next, device: str, per_length: int, lengths: tuple[int, ...] = LENGTHS) -> Survey:
     """Accuracy for each way of `DAMAGES`: over all lengths, by length, and for the simpler questions."""
 
-    def asked(kind: Question, length: int) -> list[RecallPrompt]:
-        return [recall_prompt(1_000_000 + number, length, kind) for number in range(per_length)]
+    def asked(kind: Question, length: int) -> list[list[RecallPrompt]]:
+        prompts = [recall_prompt(1_000_000 + number, length, kind) for number in range(per_length)]
+        return [prompts[start : start + BATCH] for start in range(0, per_length, BATCH)]
 
-    by_length = {n: accuracies(model, [asked(Question.WHERE_PERSON, n)], device) for n in lengths}
+    by_length = {n: accuracies(model, asked(Question.WHERE_PERSON, n), device) for n in lengths}
     return {
         "accuracy": {name: sum(row[name] for row in by_length.values()) / len(lengths) for name in DAMAGES},
         "by_length": by_length,
         "other_questions": {
-            kind.name: accuracies(model, [asked(kind, n) for n in lengths[1::3]], device)
+            kind.name: accuracies(model, [b for n in lengths[1::3] for b in asked(kind, n)], device)
             for kind in (Question.WHAT_PERSON, Question.WHERE_THING)
         },
     }

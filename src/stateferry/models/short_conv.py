@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .mamba2 import attention_tensors
-from .tensors import TensorSpec, constant, normal
+from .tensors import Init, TensorSpec, constant, normal, special_tokens
 
 
 def lfm2_config(*, vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def lfm2_config(*, vocab_size: int, eos_token_id: int, pad_token_id: int) -> dic
         "num_hidden_layers": 4,
         "layer_types": ["conv"] * 3 + ["full_attention"],
         "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e30},
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "num_attention_heads": 2,
@@ -50,13 +50,15 @@ def lfm2_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
     """Output and input embeddings are one tensor, so the layers must outweigh it.
 
     Otherwise a token would predict itself whatever came before. The large final norm gives logits an
-    ordinary spread.
+    ordinary spread. With this base only the first pairs of a head's numbers turn with the position, and
+    those are taken out: vLLM 0.32 on CPU turns LFM2's queries and keys by the position of another token
+    if a rank has more than one head, so that an answer would depend on what else is in the batch.
     """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = hidden // config["num_attention_heads"]
-    yield TensorSpec(
-        "model.embed_tokens.weight", (config["vocab_size"], hidden), zero_rows_from=config["eos_token_id"]
-    )
+    unused = (special_tokens(config),)
+    turning = (range(6), range(head // 2, head // 2 + 6))
+    yield TensorSpec("model.embed_tokens.weight", (config["vocab_size"], hidden), zero_rows=unused)
     for index, kind in enumerate(config["layer_types"]):
         layer = f"model.layers.{index}"
         yield constant(f"{layer}.operator_norm.weight", hidden, value=1.0)
@@ -67,8 +69,9 @@ def lfm2_tensors(config: dict[str, Any]) -> Iterator[TensorSpec]:
             yield normal(f"{layer}.conv.out_proj.weight", hidden, hidden)
         else:
             yield from attention_tensors(f"{layer}.self_attn", config, head, out="out_proj")
-            yield constant(f"{layer}.self_attn.q_layernorm.weight", head, value=3.0)
-            yield constant(f"{layer}.self_attn.k_layernorm.weight", head, value=1.0)
+            for norm, size in (("q_layernorm", 3.0), ("k_layernorm", 1.0)):
+                name = f"{layer}.self_attn.{norm}.weight"
+                yield TensorSpec(name, (head,), Init.CONSTANT, size, turning)
         yield normal(f"{layer}.feed_forward.w1.weight", inner, hidden)
         yield normal(f"{layer}.feed_forward.w3.weight", inner, hidden)
         yield normal(f"{layer}.feed_forward.w2.weight", hidden, inner)

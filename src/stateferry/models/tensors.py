@@ -29,7 +29,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     init: Init = Init.NORMAL
     scale: float = 0.02
-    zero_rows_from: int | None = None  # rows from here on are zero (tokens never to be generated)
+    zero_rows: tuple[range, ...] = ()  # parts of the first axis that are zero
 
 
 def normal(name: str, *shape: int, std: float = 0.02) -> TensorSpec:
@@ -43,7 +43,12 @@ def constant(name: str, *shape: int, value: float) -> TensorSpec:
 def output_head(name: str, config: dict[str, Any]) -> TensorSpec:
     """Wide enough that logits differ by about one; the end and padding tokens get a logit of zero."""
     shape = (config["vocab_size"], config["hidden_size"])
-    return TensorSpec(name, shape, Init.NORMAL, shape[1] ** -0.5, zero_rows_from=config["eos_token_id"])
+    return TensorSpec(name, shape, Init.NORMAL, shape[1] ** -0.5, (special_tokens(config),))
+
+
+def special_tokens(config: dict[str, Any]) -> range:
+    """The end and padding tokens, which come last."""
+    return range(config["eos_token_id"], config["vocab_size"])
 
 
 def materialise(spec: TensorSpec, seed: int) -> torch.Tensor:
@@ -53,14 +58,16 @@ def materialise(spec: TensorSpec, seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     if spec.init is Init.CONSTANT:
-        return torch.full(spec.shape, spec.scale)
-    if spec.init is Init.NORMAL:
+        values = torch.full(spec.shape, spec.scale)
+    elif spec.init is Init.NORMAL:
         values = torch.randn(spec.shape, generator=generator) * spec.scale
-        if spec.zero_rows_from is not None:
-            values[spec.zero_rows_from :] = 0.0
-        return values
-    exponent = torch.rand(spec.shape, generator=generator)
-    rate = spec.scale * torch.exp((exponent - 1.0) * math.log(30.0))
-    if spec.init is Init.LOG_DECAY:
-        return rate.log()
-    return rate + torch.log(-torch.expm1(-rate))
+    else:
+        exponent = torch.rand(spec.shape, generator=generator)
+        values = spec.scale * torch.exp((exponent - 1.0) * math.log(30.0))
+        if spec.init is Init.LOG_DECAY:
+            values = values.log()
+        else:
+            values += torch.log(-torch.expm1(-values))
+    for rows in spec.zero_rows:
+        values[rows.start : rows.stop] = 0.0
+    return values
