@@ -25,8 +25,10 @@ from stateferry.stack.host import commit, host_facts
 CHUNK_TOKENS = 1024
 """Of the engines that the gate starts, so that chunk borders come at lengths that are quick to compute."""
 MAX_MODEL_LEN = 4096
-LEASE_S = 60.0
+LEASE_S = 120.0
 """Longer than in production: on a busy machine a lease that ends is no wrong answer, but no answer either."""
+PATIENCE_S = 300.0
+"""For the same reason: the gate asks whether answers are right, not how soon."""
 START_TIMEOUT_S = 600.0
 
 
@@ -141,7 +143,13 @@ def _started(
     with tempfile.TemporaryDirectory(prefix="stateferry-gate-") as scratch, Stack(log_folder) as stack:
         with stages.starting(subject.name) as progress:
             model = subject.write(Path(scratch))
-            extra: dict[str, Any] = {"testing": True, "transport": transport, "lease_s": LEASE_S}
+            extra: dict[str, Any] = {
+                "testing": True,
+                "transport": transport,
+                "lease_s": LEASE_S,
+                "transfer_timeout_s": PATIENCE_S,
+                "handshake_timeout_s": PATIENCE_S,
+            }
             prefill, decode = (
                 stack.start(
                     EngineSpec(
