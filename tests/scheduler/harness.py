@@ -31,7 +31,8 @@ from stateferry.vllm.connector import StateFerryConnector
 
 POISON = 0xEE
 """What free blocks hold, so that a byte that was never sent, or is sent too late, shows."""
-PATIENCE_S = 20.0
+PATIENCE_S = 45.0
+"""For a busy machine; where it is quiet everything here takes milliseconds."""
 
 HYBRID = CacheModel(states=3)
 HYBRID_SPECULATIVE = CacheModel(states=3, scratch=2)

@@ -6,6 +6,7 @@ workers' output. vLLM calls everything here on the engine core's thread.
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 
 from stateferry.config import Config
 from stateferry.errors import LayoutError, ProtocolError
-from stateferry.ids import EngineId, RequestId, new_transfer_id
+from stateferry.ids import EngineId, RequestId, TransferId, new_transfer_id
 from stateferry.layout.blocks import needed_blocks, pair
 from stateferry.layout.spec import Group, GroupKind
 from stateferry.session import Close, Grant, GroupLoad, Load, Open, Orders, Outcome, Report
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 OURS = "stateferry"
 _HOST = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]*")
 """Names and addresses that can be dialled; sockets raise for others."""
+MAX_USED = 8192
+"""How many offers are remembered as used: far more than can be alive at a time."""
 Finished = tuple[bool, dict[str, Any] | None]
 """Whether vLLM keeps the blocks until we report them sent; what the response carries."""
 
@@ -70,6 +73,8 @@ class SchedulerHalf:
         window, whose blocks vLLM frees as it moves on, can be wound back by a token."""
         self._ranks: tuple[RankAddress, ...] = ()
         self._claimable: dict[RequestId, Claimable] = {}
+        self._used: OrderedDict[TransferId, RequestId] = OrderedDict()
+        """Offers that were opened here, whatever became of them, with the requests that had them."""
         self._prefills: dict[RequestId, str] = {}
         """Prefill legs that run, with why their result will not be offered ("": it will)."""
         self._granted: set[str] = set()
@@ -127,12 +132,18 @@ class SchedulerHalf:
             offer = msgspec.structs.replace(offer, tamper=None)
         request_id = RequestId(request.request_id)
         self._claimable[request_id] = Claimable(offer)
+        self._used[offer.transfer_id] = request_id
+        while len(self._used) > MAX_USED:
+            self._used.popitem(last=False)
         self._opens.append(Open(request_id, offer))
 
     def _check_offer(self, request: Any, offer: Offer) -> None:
         """Raise unless the offer is for this very prompt and describes every block that is needed."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ProtocolError("its prompt has embeddings, which no offer covers")
+        if offer.transfer_id in self._used:
+            first = self._used[offer.transfer_id]
+            raise ProtocolError(f"request {first} had this offer before, and an offer serves one request")
         for rank in offer.ranks:
             if not _HOST.fullmatch(rank.host):
                 raise ProtocolError(f"the offer names an address that cannot be dialled: {rank.host!r}")
