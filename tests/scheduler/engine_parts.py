@@ -83,12 +83,13 @@ def make_config(
     caching: bool = True,
     async_scheduling: bool = False,
     model_name: str = "simulated",
+    ranks: int = 1,
     **connector_settings: Any,
 ) -> VllmConfig:
     """A VllmConfig for one engine; only the model is a stand-in."""
     plugin.register()
     config = copy(_base_config())
-    config.model_config = _model_config(model_name)
+    config.model_config = _model_config(model_name, ranks)
     config.cache_config = CacheConfig(
         block_size=model.block,
         enable_prefix_caching=caching and model.caching,
@@ -104,6 +105,8 @@ def make_config(
         max_num_seqs=max_seqs,
     )
     config.scheduler_config.async_scheduling = async_scheduling
+    config.parallel_config = copy(config.parallel_config)
+    config.parallel_config.tensor_parallel_size = ranks
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="StateFerryConnector",
         kv_role=role,
@@ -113,8 +116,8 @@ def make_config(
     return config
 
 
-def make_cache(config: VllmConfig, model: CacheModel) -> tuple[KVCacheConfig, dict[str, Any], int, int]:
-    """Cache config, tensors, and the scheduler's two block sizes, resolved as the engine core does it."""
+def make_cache(config: VllmConfig, model: CacheModel) -> tuple[KVCacheConfig, int, int]:
+    """Cache config and the scheduler's two block sizes, resolved as the engine core does it."""
     cache = get_kv_cache_config_from_groups(config, _groups(model), 1 << 30)
     config.cache_config.num_gpu_blocks = cache.num_blocks
     block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
@@ -123,23 +126,26 @@ def make_cache(config: VllmConfig, model: CacheModel) -> tuple[KVCacheConfig, di
     cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
         cache, config, block_size, hash_block_size
     )
+    return cache, block_size, hash_block_size
+
+
+def make_rank(config: VllmConfig, cache: KVCacheConfig, rank: int, tap: Tap) -> tuple[Any, dict[str, Any]]:
+    """A connector in the worker's role with its ferry running, and the tensors of its cache."""
+    own = copy(config)
+    own.parallel_config = copy(config.parallel_config)
+    own.parallel_config.rank = rank
     layout = config.cache_config.get_resolved_kv_cache_layout()
     tensors = allocate_kv_cache(cache, torch.device("cpu"), layout)
-    return cache, tensors, block_size, hash_block_size
-
-
-def register(config: VllmConfig, cache: KVCacheConfig, tensors: dict[str, Any], tap: Tap) -> tuple[Any, Any]:
-    """A connector in the worker's role with its ferry running, and the address it publishes."""
-    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+    connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, cache)
     with (
         patch.object(worker, "choose", lambda name, kind: "memory"),
         patch.object(worker, "create_transport", lambda name, options: SteeredTransport(tap)),
     ):
         connector.register_kv_caches(tensors)
-    return connector, connector.get_handshake_metadata()
+    return connector, tensors
 
 
-def _model_config(name: str) -> Any:
+def _model_config(name: str, ranks: int) -> Any:
     """As much of a ModelConfig as the scheduler, the cache manager and the connector ask for."""
     hf_config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
     return SimpleNamespace(
@@ -149,7 +155,7 @@ def _model_config(name: str) -> Any:
         dtype=torch.bfloat16,
         hf_config=hf_config,
         hf_text_config=SimpleNamespace(mamba_n_groups=1),
-        get_total_num_kv_heads=lambda: 1,
+        get_total_num_kv_heads=lambda: ranks,
         max_model_len=MAX_MODEL_LEN,
         original_max_model_len=MAX_MODEL_LEN,
         uses_mrope=False,

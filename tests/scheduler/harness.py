@@ -12,14 +12,16 @@ every step an engine checks that loads go only to blocks that are the request's 
 
 import copy
 import logging
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_parts import CacheModel, make_cache, make_config, register
+from engine_parts import CacheModel, make_cache, make_config, make_rank
 from simulated_worker import SimulatedWorker, groups_of
 from steered_transport import Tap
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -67,11 +69,14 @@ class LoudLog(logging.Handler):
 
 
 class Engine:
-    """One engine: scheduler, both halves of the connector, one simulated worker."""
+    """One engine: scheduler, both halves of the connector, a simulated worker for each rank.
+
+    `worker`, `worker_half`, `ferry` and `tap` are the first rank's; the plurals have them all.
+    """
 
     def __init__(self, role: str, model: CacheModel, **settings: Any) -> None:
         self.config = make_config(role, model, **settings)
-        self.cache_config, tensors, block_size, hash_block_size = make_cache(self.config, model)
+        self.cache_config, block_size, hash_block_size = make_cache(self.config, model)
         scheduler_class = self.config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler_class(
             vllm_config=self.config,
@@ -82,12 +87,20 @@ class Engine:
         )
         self.connector: StateFerryConnector = self.scheduler.connector
         self.half = self.connector._scheduler
-        self.tap = Tap()
-        worker_half, handshake = register(self.config, self.cache_config, tensors, self.tap)
-        self.connector.set_xfer_handshake_metadata({0: handshake})
-        self.ferry = worker_half._worker._ferry
-        self.worker_half = worker_half
-        self.worker = SimulatedWorker(groups_of(self.cache_config, tensors), worker_half)
+        ranks = self.config.parallel_config.tensor_parallel_size
+        self.taps = [Tap() for _ in range(ranks)]
+        self.worker_halves: list[StateFerryConnector] = []
+        self.workers: list[SimulatedWorker] = []
+        for rank, tap in enumerate(self.taps):
+            half, tensors = make_rank(self.config, self.cache_config, rank, tap)
+            self.worker_halves.append(half)
+            self.workers.append(SimulatedWorker(groups_of(self.cache_config, tensors, rank), half))
+        handshakes = [pickle.dumps(half.get_handshake_metadata()) for half in self.worker_halves]
+        self.connector.set_xfer_handshake_metadata(dict(enumerate(map(pickle.loads, handshakes))))
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
+        self.ferries = [half._worker._ferry for half in self.worker_halves]
+        self.tap, self.worker_half, self.worker = self.taps[0], self.worker_halves[0], self.workers[0]
+        self.ferry = self.ferries[0]
         self.finished: dict[str, Finish] = {}
         self.loads: list[Load] = []
         self.scheduled: dict[str, list[tuple[int, int]]] = {}
@@ -169,7 +182,8 @@ class Engine:
         if not self._in_flight:
             return 0
         output = self._in_flight.pop(0)
-        result = self.worker.execute(output)
+        results = [worker.execute(output) for worker in self.workers]
+        result = self._aggregator.aggregate(results) if len(results) > 1 else results[0]
         self._keep_loaded_pages(result.kv_connector_output)
         outputs = self.scheduler.update_from_output(output, result)
         for engine_outputs in outputs.values():
@@ -197,8 +211,8 @@ class Engine:
         return self.pool.get_num_free_blocks()
 
     def pages(self, group: int, block: int) -> list[bytes]:
-        """A block's bytes, layer by layer."""
-        return [layer.page(block) for layer in self.worker.groups[group].layers]
+        """A block's bytes, rank by rank and layer by layer."""
+        return [layer.page(block) for worker in self.workers for layer in worker.groups[group].layers]
 
     def tables(self, request_id: str) -> tuple[list[int], ...]:
         """Block ids of a request that is held."""
@@ -210,8 +224,9 @@ class Engine:
         self._poison_free_blocks()
 
     def shut_down(self) -> None:
-        """End the ferry."""
-        self.worker_half.shutdown()
+        """End the ferries."""
+        for half in self.worker_halves:
+            half.shutdown()
         self.scheduler.shutdown()
 
     # -- checks ----------------------------------------------------------------------------------
@@ -224,8 +239,8 @@ class Engine:
         assert self.half.open_count == 0
         assert not self.half.take_metadata().orders
         assert not self.scheduler.requests
-        wait(lambda: self.ferry.open_count == 0, "the ferry to have nothing open")
-        assert not self.worker.wrong
+        wait(lambda: not any(ferry.open_count for ferry in self.ferries), "ferries to have nothing open")
+        assert not [what for worker in self.workers for what in worker.wrong]
         self.check_free_blocks()
 
     def check_free_blocks(self) -> None:
@@ -256,7 +271,7 @@ class Engine:
                     assert block.block_hash is None, f"a load goes to block {block.block_id}, which is cached"
 
     def _keep_loaded_pages(self, output: Any) -> None:
-        for request_id in output.finished_recving - output.failed_recving:
+        for request_id in (output.finished_recving or set()) - output.failed_recving:
             load = next(load for load in reversed(self.loads) if load.request_id == request_id)
             self.loaded_pages[request_id] = {
                 (part.group, part.first_block + i): self.pages(part.group, block)
@@ -274,10 +289,10 @@ class Engine:
 
     def _poison_free_blocks(self) -> None:
         free = self._unused_blocks()
+        layers = [layer for worker in self.workers for group in worker.groups for layer in group.layers]
         for block in free - self._poisoned:
-            for group in self.worker.groups:
-                for layer in group.layers:
-                    layer.fill(block, POISON)
+            for layer in layers:
+                layer.fill(block, POISON)
         self._poisoned = free
 
 

@@ -49,8 +49,8 @@ class Group:
         return self.attention or self.states
 
 
-def groups_of(config: KVCacheConfig, caches: dict[str, Any]) -> list[Group]:
-    """The groups of a cache config over the tensors that vLLM allocated."""
+def groups_of(config: KVCacheConfig, caches: dict[str, Any], rank: int) -> list[Group]:
+    """The groups of a cache config over the tensors that vLLM allocated. Ranks hold other contents."""
     found = []
     for spec_of_group in config.kv_cache_groups:
         spec = spec_of_group.kv_cache_spec
@@ -62,9 +62,10 @@ def groups_of(config: KVCacheConfig, caches: dict[str, Any]) -> list[Group]:
         )
         for name in spec_of_group.layer_names:
             if isinstance(spec, MambaSpec):
-                group.states.append(StateLayer(name, caches[name], spec.state_content_size_bytes))
+                content = spec.state_content_size_bytes
+                group.states.append(StateLayer(f"{name}@{rank}", caches[name], content))
             else:
-                group.attention.append(AttentionLayer(name, caches[name], 0))
+                group.attention.append(AttentionLayer(f"{name}@{rank}", caches[name], 0))
         found.append(group)
     return found
 
