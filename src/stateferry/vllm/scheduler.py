@@ -142,8 +142,8 @@ class SchedulerHalf:
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ProtocolError("its prompt has embeddings, which no offer covers")
         if offer.transfer_id in self._used:
-            first = self._used[offer.transfer_id]
-            raise ProtocolError(f"request {first} had this offer before, and an offer serves one request")
+            user = self._used[offer.transfer_id]
+            raise ProtocolError(f"request {user} had this offer before, and an offer serves one request")
         for rank in offer.ranks:
             if not _HOST.fullmatch(rank.host):
                 raise ProtocolError(f"the offer names an address that cannot be dialled: {rank.host!r}")
