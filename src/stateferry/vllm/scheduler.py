@@ -5,7 +5,6 @@ workers' output. vLLM calls everything here on the engine core's thread.
 """
 
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from stateferry.wire import Offer, RankAddress, is_decode_leg, is_prefill_leg, o
 logger = logging.getLogger(__name__)
 
 OURS = "stateferry"
-_HOST = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]*")
-"""Names and addresses that can be dialled; sockets raise for others."""
 MAX_USED = 8192
 """How many offers are remembered as used: far more than can be alive at a time."""
 Finished = tuple[bool, dict[str, Any] | None]
@@ -144,9 +141,6 @@ class SchedulerHalf:
         if offer.transfer_id in self._used:
             user = self._used[offer.transfer_id]
             raise ProtocolError(f"request {user} had this offer before, and an offer serves one request")
-        for rank in offer.ranks:
-            if not _HOST.fullmatch(rank.host):
-                raise ProtocolError(f"the offer names an address that cannot be dialled: {rank.host!r}")
         if offer.num_tokens >= request.num_prompt_tokens:
             raise ProtocolError(
                 f"the offer covers {offer.num_tokens} tokens, the prompt has {request.num_prompt_tokens}: "
