@@ -10,7 +10,9 @@ from tests.engines.continuation import assert_exact, random_prompt, same
 
 from stateferry.stack import STATEFERRY_MODULE, Client, EngineSpec, Role, Stack
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 120}
+"""Four workers on two cores leave threads waiting for half a minute: that is not what is tested here."""
 LENGTHS = (3, 17, 639, 640, 641, 900)
 """Around the block of the tiny model (640 tokens with prefix caching) and the convolution window."""
 
@@ -29,7 +31,7 @@ def started(stack: Stack, model: Path, *, consumer: dict[str, Any], **spec: Any)
 
 
 def test_over_nixl(stack: Stack, client: Client, random_model: Path) -> None:
-    extra = {"transport": "nixl", "testing": True}
+    extra = {"transport": "nixl", **PATIENT}
     with started(stack, random_model, extra_config=extra, consumer={}) as (prefill, decode):
         assert_exact(client, prefill, decode, LENGTHS, tokens=4)
 
@@ -40,7 +42,7 @@ def test_without_prefix_caching_and_loaded_by_module_path(
     with started(
         stack,
         random_model,
-        extra_config={"testing": True, "verify": "all"},
+        extra_config={"verify": "all", **PATIENT},
         prefix_caching=False,
         connector_module=STATEFERRY_MODULE,
         consumer={},
@@ -49,9 +51,10 @@ def test_without_prefix_caching_and_loaded_by_module_path(
 
 
 def test_two_ranks_on_each_side(stack: Stack, client: Client, random_model: Path) -> None:
-    with started(
-        stack, random_model, extra_config={"testing": True}, tp_size=2, max_model_len=2048, consumer={}
-    ) as (prefill, decode):
+    with started(stack, random_model, extra_config=PATIENT, tp_size=2, max_model_len=2048, consumer={}) as (
+        prefill,
+        decode,
+    ):
         for handoff in assert_exact(client, prefill, decode, (5, 300), tokens=3):
             assert handoff.received["pieces"] >= 2  # each rank read its own
 
