@@ -350,12 +350,16 @@ class Pair:
         """Until neither engine has anything to do."""
         self.run_until(lambda: not (self.producer.busy or self.consumer.busy), "both engines to be idle")
 
-    def run_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Step both engines until something is so."""
+    def run_until(self, condition: Callable[[], bool], what: str, step_s: float = 0.0) -> None:
+        """Step both engines until something is so.
+
+        `step_s` is the least that a step takes: without it, a request that is to outlast what is waited
+        for may be through its tokens before a ferry's thread gets a turn on a busy machine.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            if not self.step():
-                time.sleep(0.0002)
+            if not self.step() or step_s:
+                time.sleep(max(step_s, 0.0002))
             assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
 
     def check_idle(self) -> None:

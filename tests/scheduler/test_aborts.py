@@ -114,9 +114,9 @@ def test_abort_in_the_queue_releases_the_producer_at_once() -> None:
         params = pair.prefill(prompt_of(14))
         first = pair.consumer.add(prompt_of(5), max_tokens=300).request_id
         request_id = pair.consumer.add(prompt_of(14), params=params).request_id
-        pair.run_until(lambda: pair.producer.ferry.counters.claimed == 1, "the claim")
+        pair.run_until(lambda: pair.producer.ferry.counters.claimed == 1, "the claim", step_s=0.02)
         pair.consumer.abort(request_id)
-        pair.run_until(lambda: not pair.producer.busy, "the producer to be idle")
+        pair.run_until(lambda: not pair.producer.busy, "the producer to be idle", step_s=0.02)
         assert pair.consumer.status(first) is RequestStatus.RUNNING
         pair.run()
         assert pair.consumer.finished[first].tokens == answer(prompt_of(5), 300)

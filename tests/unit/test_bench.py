@@ -2,7 +2,7 @@
 
 import pytest
 
-from stateferry.bench import ONE_ENGINE, Result, percentile
+from stateferry.bench import ONE_ENGINE, Result, Times, percentile
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_no_percentile_of_nothing() -> None:
 
 
 def test_what_an_arm_added_is_taken_round_by_round() -> None:
-    result = Result([20, 1200], [0.1, 1.0], {"cma": [0.15, 1.02]})
+    result = Result([20, 1200], {"cma": Times([0.1, 1.0], [0.15, 1.02])})
     summary = result.summary()
     assert summary["cma"]["median_s"] == 0.02
     assert summary["cma"]["worst_s"] == 0.05

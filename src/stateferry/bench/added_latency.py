@@ -1,9 +1,10 @@
 """How much later the first token comes from two engines than from one.
 
 Every round takes one prompt length and asks all arms one after the other, so that whatever else the
-machine does hits all of them. Each arm gets its own random prompt of that length: nobody has a prefix
-of it cached. An arm's figure is its time to first token, prefill leg included, minus the single
-engine's in the same round.
+machine does hits all of them. An arm's turn is two questions of that length, its prefill engine by
+itself and the pair; its figure is the second's time to first token, prefill leg included, minus the
+first's. All prompts are random: nobody has a prefix of one cached. The engines of the arms whose turn
+it is not are stopped by signal: on a small machine idle engines of vLLM take time from the others.
 """
 
 import random
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stateferry.stack import NIXL, Client, EngineSpec, ProgressCallback, Role, Stack
+from stateferry.stack import NIXL, Client, Engine, EngineSpec, ProgressCallback, Role, Stack
 
 MIN_TOKENS, MAX_TOKENS = 20, 1200
 START_TIMEOUT_S = 900.0
@@ -26,23 +27,42 @@ class Arm:
     """A pair of engines behind the same two-leg client."""
 
     name: str
-    prefill_url: str
-    decode_url: str
+    engines: tuple[Engine, Engine]
+    """Prefill and decode."""
+
+    def stop(self) -> None:
+        """Take the pair off the processors until `go_on`."""
+        for engine in self.engines:
+            if engine.child is not None:
+                engine.child.freeze()
+
+    def go_on(self) -> None:
+        """Undo `stop`."""
+        for engine in self.engines:
+            if engine.child is not None:
+                engine.child.thaw()
+
+
+@dataclass(slots=True)
+class Times:
+    """Times to the first token of one arm, in seconds; same index, same round."""
+
+    one_engine_s: list[float] = field(default_factory=list)
+    pair_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Result:
-    """What every arm took, per round, in seconds; same index, same round."""
+    """What every arm took, per round; same index, same round."""
 
     lengths: list[int] = field(default_factory=list)
-    one_engine_s: list[float] = field(default_factory=list)
-    arms_s: dict[str, list[float]] = field(default_factory=dict)
+    arms: dict[str, Times] = field(default_factory=dict)
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Per arm: seconds added to the single engine's first token; the single engine's own time."""
-        rows = {ONE_ENGINE: self.one_engine_s}
-        for name, times in self.arms_s.items():
-            rows[name] = [t - one for t, one in zip(times, self.one_engine_s, strict=True)]
+        """Per arm: seconds added to the single engine's first token; the single engines' own time."""
+        rows = {ONE_ENGINE: [seconds for times in self.arms.values() for seconds in times.one_engine_s]}
+        for name, times in self.arms.items():
+            rows[name] = [pair - one for pair, one in zip(times.pair_s, times.one_engine_s, strict=True)]
         return {
             name: {
                 "requests": len(values),
@@ -70,20 +90,26 @@ def started_arms(
     log_folder: Path | None = None,
     progress: ProgressCallback | None = None,
 ) -> Iterator[list[Arm]]:
-    """Two engines per arm, all up at once; ended when the block is left."""
+    """Two engines per arm, started pair by pair and all stopped by signal; ended with the block."""
     with Stack(log_folder) as stack:
         specs = [(name, {"transport": name}, "StateFerryConnector") for name in transports]
         if in_tree:
             specs.append((IN_TREE, {}, NIXL))
-        pairs = []
-        for name, extra, connector in specs:
-            tag = name.split()[0]
-            common: dict[str, Any] = {"model": model, "connector": connector, "extra_config": extra}
-            prefill = stack.start(EngineSpec(role=Role.PREFILL, name=f"{tag}-prefill", **common))
-            decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
-            pairs.append((name, prefill, decode))
-        stack.wait_ready(START_TIMEOUT_S, progress)
-        yield [Arm(name, prefill.url, decode.url) for name, prefill, decode in pairs]
+        arms: list[Arm] = []
+        try:
+            for name, extra, connector in specs:
+                tag = name.split()[0]
+                common: dict[str, Any] = {"model": model, "connector": connector, "extra_config": extra}
+                prefill = stack.start(EngineSpec(role=Role.PREFILL, name=f"{tag}-prefill", **common))
+                decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
+                arms.append(Arm(name, (prefill, decode)))
+                for engine in arms[-1].engines:
+                    engine.wait_ready(START_TIMEOUT_S, progress)
+                arms[-1].stop()
+            yield arms
+        finally:
+            for arm in arms:
+                arm.go_on()
 
 
 def measure(
@@ -94,34 +120,47 @@ def measure(
 ) -> Result:
     """Ask `requests` rounds of prompts, lengths spread evenly over 20 to 1,200 tokens, in random order.
 
-    The single engine is the first arm's prefill engine, asked without hand-off. Two rounds before the
-    first are not counted. Raises AnswerError when an engine answers with an error.
+    Two rounds before the first are not counted. Raises AnswerError when an engine answers with an error.
     """
     rng = random.Random(seed)
     step = (MAX_TOKENS - MIN_TOKENS) / max(1, requests - 1)
     lengths = [round(MIN_TOKENS + i * step) for i in range(requests)]
     rng.shuffle(lengths)
-    result = Result(arms_s={arm.name: [] for arm in arms})
+    result = Result(arms={arm.name: Times() for arm in arms})
     with Client() as client:
         for number, length in enumerate([MAX_TOKENS, MIN_TOKENS, *lengths], start=-2):
-            one_s = _first_token_s(
-                client.complete(arms[0].prefill_url, _prompt(rng, length), 2, stream=True).first_token_s
-            )
-            times = {}
             for arm in rng.sample(list(arms), len(arms)):
-                handoff = client.handoff(
-                    arm.prefill_url, arm.decode_url, _prompt(rng, length), 2, stream=True
-                )
-                times[arm.name] = _first_token_s(handoff.first_token_s)
-            if number < 0:
-                continue
-            result.lengths.append(length)
-            result.one_engine_s.append(one_s)
-            for name, seconds in times.items():
-                result.arms_s[name].append(seconds)
-            if on_round is not None:
+                arm.go_on()
+                one_s, pair_s = _turn(client, arm, length, rng)
+                arm.stop()
+                if number >= 0:
+                    result.arms[arm.name].one_engine_s.append(one_s)
+                    result.arms[arm.name].pair_s.append(pair_s)
+            if number >= 0:
+                result.lengths.append(length)
+            if number >= 0 and on_round is not None:
                 on_round(number + 1)
     return result
+
+
+def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[float, float]:
+    """Seconds to the first token: of the prefill engine by itself, and of the pair."""
+    prefill, decode = (engine.url for engine in arm.engines)
+    for url in (prefill, decode):  # wakes what slept while the pair was stopped; not timed
+        client.complete(url, _prompt(rng, MIN_TOKENS), 2)
+
+    def one_engine() -> float:
+        return _first_token_s(client.complete(prefill, _prompt(rng, length), 2, stream=True).first_token_s)
+
+    def pair() -> float:
+        answer = client.handoff(prefill, decode, _prompt(rng, length), 2, stream=True)
+        return _first_token_s(answer.first_token_s)
+
+    if rng.random() < 0.5:
+        one_s = one_engine()
+        return one_s, pair()
+    pair_s = pair()
+    return one_engine(), pair_s
 
 
 def _prompt(rng: random.Random, tokens: int) -> list[int]:

@@ -1,7 +1,8 @@
 """`stateferry bench`: numbers, with the arms interleaved in one run."""
 
 import json
-import tempfile
+from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from stateferry.bench import MAX_TOKENS, MIN_TOKENS, ONE_ENGINE, measure, started_arms
 from stateferry.cli.starting import shown_progress
 from stateferry.errors import ConfigError
-from stateferry.models import write_random_checkpoint
+from stateferry.models import RECALL_GDN
 from stateferry.stack.host import commit, host_facts
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, with every arm in the same run.")
@@ -41,23 +42,21 @@ def added_latency(
 ) -> None:
     """Time that two engines add to one engine's first token, at 20 to 1,200 prompt tokens.
 
-    Starts two engines per arm with a small random model; nothing else should run on the machine.
+    Starts two engines per arm with the bundled model; nothing else should run on the machine.
     """
     names = transport or list(TRANSPORTS)
     unknown = [name for name in names if name not in TRANSPORTS]
     if unknown:
         raise ConfigError(f"unknown transport {unknown[0]!r}; known: {', '.join(TRANSPORTS)}")
     screen = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_random_checkpoint("gdn", Path(folder) / "model")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with (
-            shown_progress(screen) as starting,
-            started_arms(model, names, in_tree, log_folder, starting) as arms,
-            Progress(*columns, console=screen) as progress,
-        ):
-            task = progress.add_task("rounds", total=requests)
-            result = measure(arms, requests, seed, lambda done: progress.update(task, completed=done))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        shown_progress(screen) as starting,
+        started_arms(RECALL_GDN, names, in_tree, log_folder, starting) as arms,
+        Progress(*columns, console=screen) as progress,
+    ):
+        task = progress.add_task("rounds", total=requests)
+        result = measure(arms, requests, seed, lambda done: progress.update(task, completed=done))
     summary = result.summary()
     table = Table(title=f"Seconds added to one engine's first token ({MIN_TOKENS} to {MAX_TOKENS} tokens)")
     for column in ("arm", "requests", "median", "90th percentile", "worst"):
@@ -71,7 +70,8 @@ def added_latency(
         facts = {
             "host": host_facts(),
             "commit": commit(),
+            "date": date.today().isoformat(),
             "seed": seed,
         }
-        rounds = {"lengths": result.lengths, ONE_ENGINE: result.one_engine_s, **result.arms_s}
+        rounds = {"lengths": result.lengths, **{name: asdict(t) for name, t in result.arms.items()}}
         print(json.dumps({"bench": "added-latency", "arms": summary, "rounds": rounds, **facts}))
