@@ -1,68 +1,97 @@
-"""One rank on one side, two on the other: the same bytes, cut differently."""
+"""One rank on one side, two on the other: the same bytes, cut differently.
+
+The prompt was read by one tensor-parallel size and the answer is written by the other, whose sums
+round differently, so the comparison cannot be exact. The bound is measured in the same run: how far one
+engine of the one size is from one of the other, without any hand-off.
+"""
 
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from tests.engines.continuation import random_prompt
 
-from stateferry.models import RECALL_GDN, recall_prompt
+from stateferry.models import RECALL_GDN, recall_prompt, write_random_checkpoint
 from stateferry.stack import Client, Completion, EngineSpec, Role, Stack
 
-pytestmark = [pytest.mark.by_hand, pytest.mark.timeout(900)]
-LENGTHS = (20, 100, 700)
-TOKENS = 3
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 120}
+LENGTHS = (20, 100, 300, 700)
+ROOM = 3.0
+"""A good hand-off may be this many times as far off as the two sizes are from each other; a withheld
+state must be further off than that by the same factor again."""
 
 
-def spread(whole: Completion, other: Completion) -> float:
-    """Largest difference of a log-probability among the tokens that both list, over all positions."""
-    assert whole.logprobs is not None
-    assert other.logprobs is not None
-    differences = [
-        abs(ours[token] - theirs[token])
-        for ours, theirs in zip(whole.logprobs.top, other.logprobs.top, strict=True)
-        for token in ours.keys() & theirs.keys()
-    ]
-    return max(differences, default=math.inf)
+def distance(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Largest difference of a log-probability, among the tokens that both list."""
+    return max((abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()), default=math.inf)
 
 
-@pytest.mark.parametrize(("prefill_size", "decode_size"), [(1, 2), (2, 1)])
-def test_unequal_ranks(stack: Stack, client: Client, prefill_size: int, decode_size: int) -> None:
-    model: Path = RECALL_GDN
-    extra = {"testing": True}
-    sizes = {Role.PREFILL: prefill_size, Role.DECODE: decode_size}
-    specs = [
-        EngineSpec(model=model, role=role, extra_config=extra, tp_size=size, max_model_len=2048)
-        for role, size in sorted(sizes.items(), key=lambda item: -item[1])
-    ]
-    engines = [stack.start(spec) for spec in specs]
+def tops(answer: Completion) -> list[Mapping[int, float]]:
+    """The most probable tokens by position, each with its log-probability."""
+    assert answer.logprobs is not None
+    return list(answer.logprobs.top)
+
+
+def recalled(length: int) -> list[int]:
+    return recall_prompt(length, length).token_ids
+
+
+def random_bytes(length: int) -> list[int]:
+    return random_prompt(length, length)
+
+
+def check(stack: Stack, client: Client, model: Path, prompt_of: Callable[[int], list[int]]) -> None:
+    """Hand prompts from the engine of one rank to that of two and back; print what was measured."""
+    common = {"model": model, "role": Role.BOTH, "extra_config": PATIENT, "max_model_len": 2048}
+    caching = "random-mamba2" not in str(model)  # vLLM's Mamba 2 on CPU fails with it at some lengths
+    sizes = {
+        size: stack.start(
+            EngineSpec(name=f"of-{size}", tp_size=size, prefix_caching=caching, **common)  # type: ignore[arg-type]
+        )
+        for size in (2, 1)
+    }
+    url = {size: engine.url for size, engine in sizes.items()}
     try:
-        for engine in engines:
+        for engine in sizes.values():
             engine.wait_ready(600.0)
-        urls = {engine.spec.role: engine.url for engine in engines}
-        prefill, decode = urls[Role.PREFILL], urls[Role.DECODE]
         bound = 0.0
-        moved, withheld = [], []
+        moved: dict[tuple[int, int], list[float]] = {(1, 2): [], (2, 1): []}
+        withheld: dict[tuple[int, int], list[float]] = {(1, 2): [], (2, 1): []}
         for length in LENGTHS:
-            prompt = recall_prompt(length, length).token_ids
-            whole = client.complete(decode, prompt, TOKENS, logprobs=20)
-            elsewhere = client.complete(prefill, prompt, TOKENS, logprobs=20)
-            longer = [*prompt, whole.token_ids[0]]
-            rest = client.complete(decode, longer, TOKENS - 1, logprobs=20)
-            for url in (prefill, decode):
-                client.reset_prefix_cache(url)
-            # How much the two sizes, and the two kernels, differ without any hand-off.
-            bound = max(bound, spread(whole, elsewhere))
-            good = client.handoff(prefill, decode, longer, TOKENS - 1, logprobs=20)
-            assert good.received["outcome"] == "received", good.received
-            moved.append(spread(rest, good.decode))
-            client.reset_prefix_cache(decode)
-            bad = client.handoff(
-                prefill, decode, longer, TOKENS - 1, logprobs=20, tamper={"withhold": "state"}
-            )
-            withheld.append(spread(rest, bad.decode))
-            assert good.decode.token_ids == rest.token_ids
-        print(f"bound {bound:.4f} moved {moved} withheld {withheld}")
-        assert max(moved) <= max(4 * bound, 0.05)
-        assert min(withheld) > 4 * max(max(moved), 0.05)
+            prompt = prompt_of(length)
+            whole = {size: client.complete(url[size], prompt, 2, logprobs=20) for size in sizes}
+            first = {size: answer.token_ids[0] for size, answer in whole.items()}
+            if first[1] == first[2]:
+                bound = max(bound, distance(tops(whole[1])[1], tops(whole[2])[1]))
+            for (prefill, decode), distances in moved.items():
+                # As in the gate: the token after g0 comes from the same decode kernel in both arms.
+                longer = [*prompt, first[decode]]
+
+                for found, tamper in ((distances, None), (withheld[prefill, decode], {"withhold": "state"})):
+                    for size in sizes:
+                        client.reset_prefix_cache(url[size])
+                    answer = client.handoff(url[prefill], url[decode], longer, 1, logprobs=20, tamper=tamper)
+                    assert answer.received["outcome"] == "received", answer.received["reason"]
+                    found.append(distance(tops(whole[decode])[1], tops(answer.decode)[0]))
+        print(f"{model.name}: one rank and two differ by {bound:.4f}")
+        for pair in moved:
+            print(f"  {pair[0]} -> {pair[1]}: handed off {moved[pair]}, state withheld {withheld[pair]}")
+        for pair in moved:
+            assert max(moved[pair]) <= ROOM * bound
+            assert min(withheld[pair]) > ROOM * max(bound, max(moved[pair]))
     finally:
-        stack.stop(*engines)
+        stack.stop(*sizes.values())
+
+
+def test_the_trained_model_between_one_rank_and_two(stack: Stack, client: Client) -> None:
+    check(stack, client, RECALL_GDN, recalled)
+
+
+@pytest.mark.by_hand
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "short_conv"])
+def test_random_models_between_one_rank_and_two(
+    stack: Stack, client: Client, tmp_path: Path, family: str
+) -> None:
+    check(stack, client, write_random_checkpoint(family, tmp_path / f"random-{family}"), random_bytes)
