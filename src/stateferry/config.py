@@ -25,6 +25,7 @@ class TransportName(enum.Enum):
 
     AUTO = "auto"
     CMA = "cma"
+    CUDAIPC = "cudaipc"
     NIXL = "nixl"
 
 

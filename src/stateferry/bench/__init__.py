@@ -9,9 +9,9 @@ from stateferry.bench.added_latency import (
     Result,
     Times,
     measure,
-    percentile,
     started_arms,
 )
+from stateferry.bench.figures import percentile
 
 __all__ = [
     "IN_TREE",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stateferry.bench.figures import percentile
 from stateferry.stack import NIXL, Client, Engine, EngineSpec, ProgressCallback, Role, Stack
 
 MIN_TOKENS, MAX_TOKENS = 20, 1200
@@ -33,14 +34,12 @@ class Arm:
     def stop(self) -> None:
         """Take the pair off the processors until `go_on`."""
         for engine in self.engines:
-            if engine.child is not None:
-                engine.child.freeze()
+            engine.child.freeze()
 
     def go_on(self) -> None:
         """Undo `stop`."""
         for engine in self.engines:
-            if engine.child is not None:
-                engine.child.thaw()
+            engine.child.thaw()
 
 
 @dataclass(slots=True)
@@ -72,14 +71,6 @@ class Result:
             }
             for name, values in rows.items()
         }
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest of `values` that at least `percent` % of them do not exceed."""
-    if not values:
-        raise ValueError("no values to take a percentile of")
-    rank = -(-len(values) * percent // 100)
-    return sorted(values)[max(rank, 1) - 1]
 
 
 @contextmanager

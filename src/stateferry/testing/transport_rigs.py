@@ -71,22 +71,32 @@ class Local:
     """The reader's registered memory."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.buffers = tuple(np.full(size, SENTINEL, dtype=np.uint8) for size in sizes)
+        self._buffers = tuple(np.full(size, SENTINEL, dtype=np.uint8) for size in sizes)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What it holds now."""
+        return self._buffers
+
+    def regions(self) -> list[MemoryRegion]:
+        """What is to be registered."""
+        return regions_of(self._buffers)
 
     def reset(self) -> None:
         """Fill all with the sentinel."""
-        for buffer in self.buffers:
+        for buffer in self._buffers:
             buffer[:] = SENTINEL
 
     def differences(self, pieces: Pieces, remote: Sequence[Buffer]) -> list[str]:
         """Where memory is not what reading `pieces`, and nothing else, would have made it."""
-        expected = [np.full(buffer.nbytes, SENTINEL, dtype=np.uint8) for buffer in self.buffers]
+        found_now = self.buffers
+        expected = [np.full(buffer.nbytes, SENTINEL, dtype=np.uint8) for buffer in found_now]
         columns = (pieces.local_regions, pieces.local_offsets, pieces.remote_regions, pieces.remote_offsets)
         rows = zip(*(c.tolist() for c in (*columns, pieces.sizes)), strict=True)
         for local_region, local, remote_region, offset, size in rows:
             expected[local_region][local : local + size] = remote[remote_region][offset : offset + size]
         found = []
-        for index, (have, want) in enumerate(zip(self.buffers, expected, strict=True)):
+        for index, (have, want) in enumerate(zip(found_now, expected, strict=True)):
             wrong = np.flatnonzero(have != want)
             if len(wrong):
                 found.append(f"local region {index}: {len(wrong)} bytes differ, the first at {wrong[0]}")
@@ -96,11 +106,11 @@ class Local:
 class Link:
     """A reader connected to a target."""
 
-    def __init__(self, transport: Transport, target: Target, local_sizes: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, target: Target, local: Local) -> None:
         self.transport = transport
         self.target = target
-        self.local = Local(local_sizes)
-        transport.register(regions_of(self.local.buffers))
+        self.local = local
+        transport.register(local.regions())
         self.peer: Peer = transport.connect(target.registration, START_S)
 
 
@@ -124,6 +134,10 @@ class Rig(ABC):
     def new_target(self, sizes: Sequence[int], seed: int) -> Target:
         """A target with regions of these sizes."""
 
+    def new_local(self, sizes: Sequence[int]) -> Local:
+        """Memory for a reader."""
+        return Local(sizes)
+
     def reader(self) -> Transport:
         """As `new_reader`; closed with the rig."""
         return self._made.enter_context(self.new_reader())
@@ -136,7 +150,7 @@ class Rig(ABC):
 
     def link(self, sizes: Sequence[int], seed: int = 1) -> Link:
         """A fresh reader connected to a fresh target, both with regions of these sizes."""
-        link = Link(self.reader(), self.target(sizes, seed), sizes)
+        link = Link(self.reader(), self.target(sizes, seed), self.new_local(sizes))
         self._links.append(link)
         return link
 
@@ -184,7 +198,24 @@ class ProcessRig(Rig):
         return create_transport(self.name, TransportOptions())
 
     def new_target(self, sizes: Sequence[int], seed: int) -> Target:
-        return _ProcessTarget(self.name, sizes, seed)
+        return _ProcessTarget([self.name, "cpu"], sizes, seed)
+
+
+class CudaRig(ProcessRig):
+    """As ProcessRig, all memory on CUDA devices: the reader's on the current one."""
+
+    def __init__(self, name: str, target_device: int = 0, timeout_s: float = 20.0) -> None:
+        """`target_device`: where the target's memory lies."""
+        super().__init__(name, timeout_s)
+        self._target_device = target_device
+
+    def new_local(self, sizes: Sequence[int]) -> Local:
+        from stateferry.testing.cuda_memory import CudaLocal
+
+        return CudaLocal(sizes)
+
+    def new_target(self, sizes: Sequence[int], seed: int) -> Target:
+        return _ProcessTarget([self.name, str(self._target_device)], sizes, seed)
 
 
 class _MemoryTarget(Target):
@@ -209,10 +240,11 @@ class _MemoryTarget(Target):
 
 
 class _ProcessTarget(Target):
-    def __init__(self, transport: str, sizes: Sequence[int], seed: int) -> None:
+    def __init__(self, how: Sequence[str], sizes: Sequence[int], seed: int) -> None:
+        """`how`: the transport, and `cpu` or the number of a CUDA device."""
         self.content = content(seed, sizes)
         ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), transport, str(seed), *map(str, sizes)]
+        arguments = [str(theirs.fileno()), *how, str(seed), *map(str, sizes)]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "stateferry.testing.transport_target", *arguments],

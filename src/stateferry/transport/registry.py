@@ -16,9 +16,11 @@ class _Entry:
 
 
 _CPU = frozenset({MemoryKind.CPU})
+_CUDA = frozenset({MemoryKind.CUDA})
 _BOTH = frozenset({MemoryKind.CPU, MemoryKind.CUDA})
 _TRANSPORTS = {
     "cma": _Entry("stateferry.transport.cma", "CmaTransport", _CPU),
+    "cudaipc": _Entry("stateferry.transport.cudaipc", "CudaIpcTransport", _CUDA),
     "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
     "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH),
 }
