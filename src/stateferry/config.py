@@ -29,6 +29,13 @@ class TransportName(enum.Enum):
     NIXL = "nixl"
 
 
+class Auth(enum.Enum):
+    """Who may talk to the control sockets."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
@@ -37,10 +44,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     transport: TransportName = TransportName.AUTO
     """What moves bytes. `auto`: `cma` for CPU caches, `nixl` for CUDA."""
-    host: str = ""
-    """Address that peers dial. Empty: vLLM's own guess of this machine's address."""
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    """Address of this machine that peers dial."""
     bind_host: str = ""
     """Address that control sockets bind. Empty: the same as `host`."""
+    auth_key_file: str = ""
+    """File with the secret that engines know each other by; `stateferry key FILE` makes one. Nobody else
+    can talk to the control sockets. Required off loopback."""
+    auth: Auth = Auth.AUTO
+    """`auto`: by `auth_key_file`. `none`: answer everybody, even where other machines can reach us."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """First control port; rank r of this engine listens on `port + r`. 0: the system picks."""
     lease_s: Seconds = 15.0

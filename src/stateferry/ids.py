@@ -4,8 +4,11 @@ One request has different ids on the two engines, and a transfer has a third. Gi
 type turns a mix-up into a type error.
 """
 
-import uuid
+import secrets
 from typing import NewType
+
+HEX_128 = r"\A[0-9a-f]{32}\Z"
+"""How 128 bits are written: transfer ids and digests."""
 
 RequestId = NewType("RequestId", str)
 """The id that one engine's scheduler knows a request by. Never compared across engines."""
@@ -21,8 +24,13 @@ Epoch = NewType("Epoch", int)
 
 
 def new_transfer_id() -> TransferId:
-    """Make the id of a new hand-off. 122 random bits: no two engines make the same one."""
-    return TransferId(uuid.uuid4().hex)
+    """Make the id of a new hand-off. 128 bits that nobody can guess: to know it is to be allowed to claim."""
+    return TransferId(secrets.token_hex(16))
+
+
+def shown(transfer_id: TransferId) -> str:
+    """As logs name a hand-off: enough to tell it from others, too little to claim it."""
+    return f"{transfer_id[:8]}…"
 
 
 def new_epoch() -> Epoch:
@@ -30,4 +38,4 @@ def new_epoch() -> Epoch:
 
     52 random bits and never 0, so that a router written in JavaScript carries it unharmed.
     """
-    return Epoch((uuid.uuid4().int >> 76) | 1)
+    return Epoch(secrets.randbits(52) | 1)

@@ -44,7 +44,7 @@ def test_exit_codes_are_documented() -> None:
 
 
 def test_serve_builds_the_connector_configuration() -> None:
-    command, config = served("prefill", "some/model", "--transport", "nixl", "--kv-host", "10.0.0.1")
+    command, config = served("prefill", "some/model", "--transport", "nixl", "--kv-host", "127.0.0.2")
     assert command[:5] == [
         sys.executable,
         "-m",
@@ -57,7 +57,7 @@ def test_serve_builds_the_connector_configuration() -> None:
         "kv_connector_module_path": "stateferry.vllm.connector",
         "kv_role": "kv_producer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"transport": "nixl", "host": "10.0.0.1"},
+        "kv_connector_extra_config": {"transport": "nixl", "host": "127.0.0.2"},
     }
 
 

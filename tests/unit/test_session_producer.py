@@ -6,19 +6,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stateferry.ids import Epoch, RequestId, TransferId
+from stateferry.layout.digest import table_digest
 from stateferry.session import Grant, Ledger, releases_expected
 from stateferry.session.producer import MAX_PARKED, PARK_S
-from stateferry.wire import Claim, Release, Renewal
+from stateferry.wire import MAX_TEXT, Claim, Claimed, Release, Renewal
 
 LEASE_S = 15.0
+PREFIX = "f" * 32
+TABLES = table_digest(40, ((1, 2, 3),), (0,), PREFIX)
 
 
 def grant(name: str) -> Grant:
-    return Grant(RequestId(f"request-{name}"), TransferId(name), 40, ((1, 2, 3),), (0,))
+    return Grant(RequestId(f"request-{name}"), TransferId(name), 40, ((1, 2, 3),), (0,), PREFIX)
 
 
-def claim(name: str, claimant: str = "d/r", rank: int = 0, size: int = 1) -> Claim:
-    return Claim(epoch=Epoch(1), transfer_id=TransferId(name), claimant=claimant, tp_rank=rank, tp_size=size)
+def claim(name: str, claimant: str = "d/r", rank: int = 0, size: int = 1, tables: str = TABLES) -> Claim:
+    return Claim(
+        epoch=Epoch(1),
+        transfer_id=TransferId(name),
+        claimant=claimant,
+        tp_rank=rank,
+        tp_size=size,
+        table_digest=tables,
+    )
 
 
 def release(name: str, claimant: str = "d/r", rank: int = 0, size: int = 1) -> Release:
@@ -32,8 +42,9 @@ def release(name: str, claimant: str = "d/r", rank: int = 0, size: int = 1) -> R
     )
 
 
-def renewal(*names: str) -> Renewal:
-    return Renewal(epoch=Epoch(1), sequence=1, transfer_ids=tuple(TransferId(n) for n in names))
+def renewal(*names: str, claimant: str = "d/r") -> Renewal:
+    claims = tuple(Claimed(TransferId(n), claimant) for n in names)
+    return Renewal(epoch=Epoch(1), sequence=1, claims=claims)
 
 
 @pytest.fixture
@@ -53,6 +64,7 @@ def test_a_grant_ends_once_when_its_lease_does(ledger: Ledger) -> None:
 
 def test_an_expired_entry_behind_a_renewed_one_is_found(ledger: Ledger) -> None:
     ledger.grant(grant("head"), 0.0)
+    ledger.claim(claim("head"), "s", 0.0)
     ledger.grant(grant("behind"), 0.0)
     ledger.renew(renewal("head"), 10.0)
     ended, _ = ledger.expire(LEASE_S)
@@ -116,6 +128,7 @@ def test_a_late_claim_is_told_what_became_of_the_offer(ledger: Ledger) -> None:
 
 def test_renewal_names_what_is_lost(ledger: Ledger) -> None:
     ledger.grant(grant("a"), 0.0)
+    ledger.claim(claim("a"), "s", 0.0)
     answer = ledger.renew(renewal("a", "gone"), 10.0)
     assert (answer.held, answer.lost) == (("a",), ("gone",))
     assert ledger.expire(24.0)[0] == []
@@ -165,6 +178,70 @@ def test_blocks_stay_until_the_last_consumer_rank_has_released() -> None:
     assert ledger.take_finished() == ["request-a"]
 
 
+def test_a_claim_whose_tables_are_not_those_of_the_offer_is_refused_and_takes_nothing(ledger: Ledger) -> None:
+    ledger.grant(grant("a"), 0.0)
+    forged = ledger.claim(claim("a", tables=table_digest(40, ((1, 2, 9),), (0,), PREFIX)), "s", 0.0)
+    assert forged is not None
+    assert "block tables" in forged.reason
+    assert ledger.open_count == 1
+    honest = ledger.claim(claim("a", "d/two"), "s", 0.0)
+    assert honest is not None
+    assert honest.reason == ""
+
+
+def test_a_forged_claim_that_overtakes_its_grant_is_refused_with_it(ledger: Ledger) -> None:
+    assert ledger.claim(claim("a", tables="0" * 32), "s", 0.0) is None
+    ((_, answer),) = ledger.grant(grant("a"), 0.1)
+    assert "block tables" in answer.reason
+
+
+@pytest.mark.parametrize("claimant", ["d/two", "d/r/", "d/", ""])
+def test_nobody_but_the_claimant_renews(ledger: Ledger, claimant: str) -> None:
+    ledger.grant(grant("a"), 0.0)
+    ledger.claim(claim("a"), "s", 0.0)
+    answer = ledger.renew(renewal("a", claimant=claimant), 10.0)
+    assert (answer.held, answer.lost) == ((), ("a",))
+    assert ledger.expire(LEASE_S)[0], "the lease was extended by another"
+
+
+@pytest.mark.parametrize("claimant", ["d/r", ""])
+def test_nobody_renews_what_nobody_claimed(ledger: Ledger, claimant: str) -> None:
+    ledger.grant(grant("a"), 0.0)
+    assert ledger.renew(renewal("a", claimant=claimant), 10.0).lost == ("a",)
+    assert ledger.held_for(TransferId("a"), claimant) is None
+
+
+def test_digests_are_made_for_the_claimant_alone(ledger: Ledger) -> None:
+    ledger.grant(grant("a"), 0.0)
+    ledger.claim(claim("a"), "s", 0.0)
+    assert ledger.held_for(TransferId("a"), "d/two") is None
+    assert ledger.held_for(TransferId("a"), "d/r") is not None
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (0, 1), (7, 4)])
+def test_a_release_of_other_ranks_than_those_that_claimed_frees_nothing(rank: int, size: int) -> None:
+    ledger = Ledger(Epoch(1), 1, LEASE_S)
+    ledger.grant(grant("a"), 0.0)
+    ledger.claim(claim("a", rank=0, size=2), "s", 0.0)
+    assert not ledger.release(release("a", rank=rank, size=size)).known
+    assert ledger.open_count == 1
+
+
+def test_a_rank_that_its_engine_does_not_have_claims_nothing(ledger: Ledger) -> None:
+    ledger.grant(grant("a"), 0.0)
+    answer = ledger.claim(claim("a", rank=2, size=2), "s", 0.0)
+    assert answer is not None
+    assert "nobody" in answer.reason
+
+
+def test_a_refusal_is_short_enough_to_be_read_whatever_the_claimant_is_called(ledger: Ledger) -> None:
+    ledger.grant(grant("a"), 0.0)
+    ledger.claim(claim("a", "x" * MAX_TEXT), "s", 0.0)
+    answer = ledger.claim(claim("a"), "s", 0.0)
+    assert answer is not None
+    assert 0 < len(answer.reason) <= MAX_TEXT
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Any order of anything: each granted request finishes at most once, and at the end exactly once."""
 
@@ -187,9 +264,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def claim(self, name: str, claimant: str) -> None:
         self.ledger.claim(claim(f"{name}{self.lives.get(name, 1)}", claimant), "s", self.now_s)
 
-    @rule(name=names)
-    def renew(self, name: str) -> None:
-        self.ledger.renew(renewal(f"{name}{self.lives.get(name, 1)}"), self.now_s)
+    @rule(name=names, claimant=claimants)
+    def renew(self, name: str, claimant: str) -> None:
+        self.ledger.renew(renewal(f"{name}{self.lives.get(name, 1)}", claimant=claimant), self.now_s)
 
     @rule(name=names, claimant=claimants)
     def release(self, name: str, claimant: str) -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from stateferry.errors import ProtocolError
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId, new_epoch, new_transfer_id
+from stateferry.session import claimant_name
 from stateferry.wire import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Claim,
     ClaimAnswer,
+    Claimed,
     DigestAnswer,
     DigestRequest,
     Hello,
@@ -28,6 +30,7 @@ from stateferry.wire import (
     Renewal,
     RenewalAnswer,
     Welcome,
+    decode_frames,
     decode_message,
     encode_message,
     is_decode_leg,
@@ -36,7 +39,7 @@ from stateferry.wire import (
     parse_offer,
 )
 
-EPOCH, TRANSFER, ENGINE = Epoch(7), TransferId("t" * 32), EngineId("p")
+EPOCH, TRANSFER, ENGINE = Epoch(7), TransferId("0123456789abcdef" * 2), EngineId("p")
 MESSAGES: list[Message] = [
     Hello(
         protocol=1,
@@ -49,12 +52,14 @@ MESSAGES: list[Message] = [
     ),
     Welcome(protocol=1, software="s", engine_id=ENGINE, epoch=EPOCH, layout=b"l", registration=b"r"),
     Refusal(reason="no", epoch=EPOCH),
-    Claim(epoch=EPOCH, transfer_id=TRANSFER, claimant="d/r", tp_rank=0, tp_size=1),
+    Claim(epoch=EPOCH, transfer_id=TRANSFER, claimant="d/r", tp_rank=0, tp_size=1, table_digest="d" * 32),
     ClaimAnswer(transfer_id=TRANSFER, lease_s=15.0),
-    Renewal(epoch=EPOCH, sequence=3, transfer_ids=(TRANSFER,)),
+    Renewal(epoch=EPOCH, sequence=3, claims=(Claimed(TRANSFER, "d/r"),)),
     RenewalAnswer(sequence=3, held=(TRANSFER,), lost=(), lease_s=15.0),
-    DigestRequest(epoch=EPOCH, transfer_id=TRANSFER, groups=(0,), first_blocks=(0,), block_counts=(3,)),
-    DigestAnswer(transfer_id=TRANSFER, digests=("d",)),
+    DigestRequest(
+        epoch=EPOCH, transfer_id=TRANSFER, claimant="d/r", groups=(0,), first_blocks=(0,), block_counts=(3,)
+    ),
+    DigestAnswer(transfer_id=TRANSFER, digests=("d" * 32,)),
     Release(epoch=EPOCH, transfer_id=TRANSFER, claimant="d/r", tp_rank=0, tp_size=1, received=True),
     ReleaseAnswer(transfer_id=TRANSFER, known=True),
 ]
@@ -115,6 +120,64 @@ def test_unknown_fields_and_unknown_types_are_refused() -> None:
         decode_message(msgspec.msgpack.encode({**known, "type": "surprise"}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("Claim", "transfer_id", "x" * 32),
+        ("Claim", "transfer_id", "0" * 33),
+        ("Claim", "transfer_id", "0" * 32 + "\n"),
+        ("Claim", "claimant", ""),
+        ("Claim", "claimant", "x" * 1025),
+        ("Claim", "tp_rank", -1),
+        ("Claim", "tp_size", 0),
+        ("Claim", "tp_size", 1 << 40),
+        ("Claim", "table_digest", ""),
+        ("Claim", "epoch", -1),
+        ("Release", "tp_rank", 1 << 40),
+        ("ClaimAnswer", "lease_s", float("nan")),
+        ("ClaimAnswer", "lease_s", float("inf")),
+        ("RenewalAnswer", "lease_s", -1.0),
+        ("Renewal", "claims", [["0" * 32]]),
+        ("Renewal", "claims", [["0" * 32, "d/r", 1]]),
+        ("Renewal", "claims", [["0" * 32, "d/r"]] * 65537),
+        ("DigestRequest", "groups", [0] * 1025),
+        ("DigestRequest", "first_blocks", [-1]),
+        ("DigestRequest", "block_counts", [1 << 40]),
+        ("DigestAnswer", "digests", ["x"]),
+        ("Hello", "layout", b"x" * ((8 << 20) + 1)),
+        ("Welcome", "registration", b"x" * ((1 << 20) + 1)),
+        ("Refusal", "reason", "x" * 1025),
+    ],
+    ids=lambda value: str(value)[:20].strip(),
+)
+def test_a_field_out_of_bounds_is_a_protocol_error(kind: str, field: str, value: Any) -> None:
+    message = next(m for m in MESSAGES if type(m).__name__ == kind)
+    known = msgspec.msgpack.decode(encode_message(message))
+    assert field in known
+    with pytest.raises(ProtocolError, match=field):
+        decode_message(msgspec.msgpack.encode({**known, field: value}))
+
+
+def test_a_message_is_one_frame() -> None:
+    frame = encode_message(MESSAGES[3])
+    assert decode_frames([frame]) == MESSAGES[3]
+    for frames in ([], [frame, frame], [b"", frame]):
+        with pytest.raises(ProtocolError, match="frames"):
+            decode_frames(frames)
+
+
+def test_a_claimants_name_can_always_be_read_whatever_a_client_calls_its_request() -> None:
+    names = ["r", "r" * 5000, "r" * 5001, "\ud800", "\ud801", "ä", "a\nb", "a\rb", "\x00", ""]
+    made = [claimant_name(ENGINE, RequestId(name)) for name in names]
+    assert made[0] == "p/r"
+    assert len(set(made)) == len(names)
+    for name in made:
+        claim = msgspec.structs.replace(MESSAGES[3], claimant=name)
+        assert decode_message(encode_message(claim)) == claim
+        assert name.isprintable()
+        assert len(name) <= 256
+
+
 def test_params_survive_json_and_carry_the_names_that_routers_know() -> None:
     params = json.loads(json.dumps(offer_to_params(offer())))
     assert parse_offer(params) == offer()
@@ -160,6 +223,15 @@ BAD: list[tuple[str, Any]] = [
     ("stateferry.ranks", [["h", 1]]),
     ("stateferry.ranks", [["h", 1, 0]]),
     ("stateferry.tamper", "x"),
+    ("stateferry.transfer_id", "0" * 32 + "\n"),
+    ("stateferry.prefix_digest", "0" * 32 + "\n"),
+    ("stateferry.ranks", [["h", 1, 1], ["h", 1, 1]]),
+    ("stateferry.ranks", [["h", 1, 1]] * 257),
+    ("stateferry.ranks", [["a;b", 1, 1]]),
+    ("stateferry.ranks", [["a\nb", 1, 1]]),
+    ("remote_engine_id", "a\nb"),
+    ("remote_engine_id", "\ud800"),
+    ("remote_request_id", "x" * 513),
 ]
 
 
@@ -218,4 +290,4 @@ def test_ids_are_unique_and_survive_a_double() -> None:
 
 
 def test_the_protocol_has_a_version() -> None:
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2

@@ -6,12 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from stateferry.config import parse_config
 from stateferry.errors import ConfigError, EngineError
+from stateferry.ferry.keys import control_key
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
 
 serve_app = typer.Typer(
@@ -54,6 +56,14 @@ KvPort = Annotated[
         show_default=False,
     ),
 ]
+AuthKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--auth-key-file",
+        help="Secret that engines know each other by; needed off loopback (`stateferry key`).",
+        show_default=False,
+    ),
+]
 LeaseS = Annotated[
     str | None,
     typer.Option(
@@ -80,6 +90,7 @@ def prefill(
     transport: Transport = None,
     kv_host: KvHost = None,
     kv_port: KvPort = None,
+    auth_key_file: AuthKeyFile = None,
     lease_s: LeaseS = None,
     verify: Verify = None,
     setting: Set = None,
@@ -89,7 +100,7 @@ def prefill(
 
     Example: stateferry serve prefill ./model --port 8100 --max-model-len 8192
     """
-    extra = _settings(transport, kv_host, kv_port, lease_s, verify, setting or [])
+    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, verify, setting or [])
     _serve(Role.PREFILL, model, extra, context.args, dry_run)
 
 
@@ -100,6 +111,7 @@ def decode(
     transport: Transport = None,
     kv_host: KvHost = None,
     kv_port: KvPort = None,
+    auth_key_file: AuthKeyFile = None,
     lease_s: LeaseS = None,
     verify: Verify = None,
     setting: Set = None,
@@ -109,7 +121,7 @@ def decode(
 
     Example: stateferry serve decode ./model --port 8200 --max-model-len 8192 --verify state
     """
-    extra = _settings(transport, kv_host, kv_port, lease_s, verify, setting or [])
+    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, verify, setting or [])
     _serve(Role.DECODE, model, extra, context.args, dry_run)
 
 
@@ -130,6 +142,7 @@ def _settings(
     transport: str | None,
     kv_host: str | None,
     kv_port: str | None,
+    auth_key_file: str | None,
     lease_s: str | None,
     verify: str | None,
     others: Sequence[str],
@@ -137,6 +150,8 @@ def _settings(
     """Our options as `kv_connector_extra_config`, checked. Raises ConfigError."""
     named = {"transport": transport, "host": kv_host, "port": kv_port, "lease_s": lease_s, "verify": verify}
     extra: dict[str, Any] = {key: _value(text) for key, text in named.items() if text is not None}
+    if auth_key_file is not None:
+        extra["auth_key_file"] = str(Path(auth_key_file).absolute())
     for text in others:
         key, separator, value = text.partition("=")
         if not separator or not key:
@@ -144,7 +159,8 @@ def _settings(
         if key in extra:
             raise ConfigError(f"--set {text!r}: {key!r} is given twice")
         extra[key] = _value(value)
-    parse_config(extra)
+    config = parse_config(extra)
+    control_key(config, config.bind_host or config.host)
     return extra
 
 

@@ -11,11 +11,13 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
+from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.links import Links
 from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.quiet import LogLimit
 from stateferry.ferry.reading import Fence, Reading, Tamper
-from stateferry.ids import RequestId, TransferId
+from stateferry.ids import RequestId, TransferId, shown
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import (
     RENEWALS_PER_LEASE,
@@ -33,6 +35,7 @@ from stateferry.transport.base import Transport
 from stateferry.wire import (
     Claim,
     ClaimAnswer,
+    Claimed,
     DigestAnswer,
     Message,
     Refusal,
@@ -40,10 +43,13 @@ from stateferry.wire import (
     Renewal,
     RenewalAnswer,
     Welcome,
-    decode_message,
+    decode_frames,
 )
 
 logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 256
+"""Messages of one peer that are read before everybody else gets a turn."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class ConsumerService:
         transport: Transport,
         memory: LocalMemory,
         tamper: Tamper | None,
+        key: ControlKey | None,
     ) -> None:
         self._clock = clock
         self._config = config
@@ -85,12 +92,14 @@ class ConsumerService:
             encoded_layout,
             software,
             transport,
+            key,
             on_settled=self._link_settled,
         )
         self._handoffs: dict[RequestId, Handoff] = {}
         self._readings: dict[RequestId, Reading] = {}
         self._ended: list[Ended] = []
         self._lost: list[RequestId] = []
+        self._drops = LogLimit()
 
     # -- orders from vLLM ------------------------------------------------------------------------
 
@@ -141,17 +150,20 @@ class ConsumerService:
     # -- messages --------------------------------------------------------------------------------
 
     def receive(self, socket: object) -> None:
-        """Read everything that a link's socket has."""
+        """Read what a link's socket has; the rest at the next turn, so that nobody can hold up the thread."""
         link = self._links.of_socket(socket)
-        while link is not None:
+        for _ in range(MESSAGES_PER_TURN if link is not None else 0):
+            assert link is not None
             try:
-                frame = link.socket.recv(zmq.NOBLOCK)
+                frames = link.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:
                 return
             try:
-                self._handle(link, decode_message(frame))
+                self._handle(link, decode_frames(frames))
             except ProtocolError as e:
-                logger.warning("dropped a message from %s:%d: %s", link.address.host, link.address.port, e)
+                if self._drops.may_log(self._clock.now_s()):
+                    peer = f"{link.address.host}:{link.address.port}"
+                    logger.warning("dropped a message from %s: %s%s", peer, e, self._drops.left_out())
 
     def _handle(self, link: Link, message: Message) -> None:
         if link.state is LinkState.GREETING and isinstance(message, Welcome | Refusal):
@@ -164,7 +176,8 @@ class ConsumerService:
         elif isinstance(message, RenewalAnswer):
             self._renewed(link, message)
         elif isinstance(message, DigestAnswer):
-            for reading in self._readings.values():
+            for request_id in link.requests & self._readings.keys():
+                reading = self._readings[request_id]
                 if reading.handoff.offer.transfer_id == message.transfer_id:
                     reading.digest_answered(link, message)
 
@@ -197,7 +210,7 @@ class ConsumerService:
                 handoff.renewed(rank, sent_s, answer.lease_s)
             elif handoff.offer.transfer_id in lost and rank in handoff.leases:
                 self._fail(
-                    handoff, f"producer rank {rank} does not hold transfer {handoff.offer.transfer_id}"
+                    handoff, f"producer rank {rank} does not hold transfer {shown(handoff.offer.transfer_id)}"
                 )
 
     # -- time ------------------------------------------------------------------------------------
@@ -284,9 +297,10 @@ class ConsumerService:
             Claim(
                 epoch=link.address.epoch,
                 transfer_id=handoff.offer.transfer_id,
-                claimant=claimant_name(self._layout.engine_id, handoff.request_id),
+                claimant=self._name_for(handoff),
                 tp_rank=self._layout.tp_rank,
                 tp_size=self._layout.tp_size,
+                table_digest=handoff.table_digest,
             )
         )
 
@@ -298,10 +312,11 @@ class ConsumerService:
         link.sequence += 1
         lease_s = min(h.leases[self._rank_of(link, h)].lease_s for h in held)
         link.next_renewal_s = now_s + lease_s / RENEWALS_PER_LEASE
-        transfer_ids = tuple(h.offer.transfer_id for h in held)
-        link.renew(
-            Renewal(epoch=link.address.epoch, sequence=link.sequence, transfer_ids=transfer_ids), now_s
-        )
+        claims = tuple(Claimed(h.offer.transfer_id, self._name_for(h)) for h in held)
+        link.renew(Renewal(epoch=link.address.epoch, sequence=link.sequence, claims=claims), now_s)
+
+    def _name_for(self, handoff: Handoff) -> str:
+        return claimant_name(self._layout.engine_id, handoff.request_id)
 
     def _rank_of(self, link: Link, handoff: Handoff) -> int:
         return handoff.offer.ranks.index(link.address)
@@ -319,13 +334,13 @@ class ConsumerService:
     def _release(self, handoff: Handoff, received: bool) -> None:
         for rank in handoff.ranks:
             link = self._links.find(handoff.offer.ranks[rank])
-            if link is None:
+            if link is None or rank in handoff.refused:
                 continue
             link.send(
                 Release(
                     epoch=link.address.epoch,
                     transfer_id=handoff.offer.transfer_id,
-                    claimant=claimant_name(self._layout.engine_id, handoff.request_id),
+                    claimant=self._name_for(handoff),
                     tp_rank=self._layout.tp_rank,
                     tp_size=self._layout.tp_size,
                     received=received,

@@ -17,9 +17,12 @@ import zmq
 from stateferry.config import Config
 from stateferry.errors import ConfigError
 from stateferry.ferry.consumer import ConsumerService
+from stateferry.ferry.guard import Guard
+from stateferry.ferry.keys import ControlKey, control_key, is_loopback
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.producer import ProducerService
 from stateferry.ferry.reading import Fence, Tamper, no_fence
+from stateferry.ids import shown
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Clock, Counters, Orders, Outcome, Report, Results, SystemClock
@@ -33,6 +36,10 @@ IDLE_WAIT_S = 0.25
 QUICK_POLLS = 50
 """Looks without sleeping after a post, before looks every millisecond: most reads end within them."""
 STOP_TIMEOUT_S = 10.0
+HANDSHAKE_MS = 10_000
+"""A connection that has not shown who it is by then is closed."""
+MAX_SOCKETS = 2048
+"""More than all links and what watches the listener."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class Ferry:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._started = threading.Event()
+        self._key: ControlKey | None = None
         self._start_error: Exception | None = None
         self._address: RankAddress | None = None
         self._lock = threading.Lock()
@@ -79,9 +87,21 @@ class Ferry:
     def start(self) -> RankAddress:
         """Start the thread; wait until memory is registered and the socket is bound.
 
-        Returns the address that peers dial. Raises ConfigError for a port that cannot be bound and
-        TransportError for memory that cannot be registered.
+        Returns the address that peers dial. Raises ConfigError for a port that cannot be bound, an address
+        that would be open to everybody or a bad key file, and TransportError for memory that cannot be
+        registered.
         """
+        try:
+            self._key = control_key(self._setup.config, self._setup.bind_host)
+        except ConfigError:
+            os.close(self._wake)
+            raise
+        if self._key is None and not is_loopback(self._setup.bind_host):
+            logger.warning(
+                "auth is 'none': everybody who reaches %s can talk to this engine's control socket, take its "
+                "offers and be sent its cache. Set 'auth_key_file'",
+                self._setup.bind_host,
+            )
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
@@ -139,6 +159,7 @@ class Ferry:
     def _run(self) -> None:
         setup = self._setup
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         listener = context.socket(zmq.ROUTER)
         try:
             transport = setup.make_transport()
@@ -147,6 +168,7 @@ class Ferry:
             return
         try:
             registration = transport.register(setup.regions)
+            guard = Guard(context, listener, self._key, setup.clock)
             port = _bind(listener, setup.bind_host, setup.port)
         except Exception as e:
             transport.close()
@@ -176,19 +198,23 @@ class Ferry:
             transport,
             setup.memory,
             setup.tamper,
+            self._key,
         )
         self._counters = producer.ledger.counters
         poller.register(self._wake, zmq.POLLIN)
         poller.register(listener, zmq.POLLIN)
+        for socket in guard.sockets:
+            poller.register(socket, zmq.POLLIN)
         self._address = RankAddress(setup.host, port, setup.layout.epoch)
         self._started.set()
         while not self._stopping.is_set():
             try:
-                self._turn(poller, listener, producer, consumer)
+                self._turn(poller, listener, guard, producer, consumer)
             except Exception:
                 # A defect. Whatever it was, other hand-offs must go on and leases must end.
                 logger.exception("error on the ferry thread; it goes on")
         consumer.close()
+        guard.close()
         listener.close(linger=0)
         transport.close()
         context.destroy(linger=1000)
@@ -197,6 +223,7 @@ class Ferry:
         self,
         poller: zmq.Poller,
         listener: "zmq.Socket[bytes]",
+        guard: Guard,
         producer: ProducerService,
         consumer: ConsumerService,
     ) -> None:
@@ -206,6 +233,8 @@ class Ferry:
                 os.eventfd_read(self._wake)
             elif socket is listener:
                 producer.receive()
+            elif socket in guard.sockets:
+                guard.receive(self._counters)
             else:
                 consumer.receive(socket)
         self._take_orders(producer, consumer)
@@ -278,6 +307,7 @@ def _bind(listener: "zmq.Socket[bytes]", bind_host: str, port: int) -> int:
     listener.setsockopt(zmq.LINGER, 0)
     listener.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     listener.setsockopt(zmq.IPV6, 1 if ":" in bind_host else 0)
     host = f"[{bind_host}]" if ":" in bind_host else bind_host
     try:
@@ -300,7 +330,7 @@ def _log(report: Report) -> None:
         "wire_ms=%.1f total_ms=%.1f reason=%s",
         report.outcome.value,
         report.request_id,
-        report.transfer_id,
+        shown(report.transfer_id),
         report.tokens,
         report.bytes_by_group,
         report.pieces,

@@ -12,6 +12,8 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import LayoutError, ProtocolError, StateFerryError
+from stateferry.ferry.guard import secure_client
+from stateferry.ferry.keys import ControlKey
 from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
 from stateferry.layout.plan import Plan, make_plan
@@ -19,6 +21,7 @@ from stateferry.layout.spec import CacheLayout
 from stateferry.transport.base import Peer, Transport
 from stateferry.wire import (
     MAX_MESSAGE_BYTES,
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Hello,
     Message,
@@ -97,7 +100,8 @@ class Link:
     def fail(self, reason: str) -> None:
         """No hand-off can go over this link now."""
         self.state = LinkState.FAILED
-        self.reason = f"producer rank at {self.address.host}:{self.address.port}: {reason}"
+        # A layout that differs may be quoted whole, and its peer chose how long that is.
+        self.reason = f"producer rank at {self.address.host}:{self.address.port}: {reason[:MAX_TEXT]}"
 
     def renew(self, renewal: Renewal, now_s: float) -> None:
         """Send a renewal and remember when."""
@@ -131,9 +135,12 @@ class Link:
         self.peer = transport.connect(answer.registration, config.handshake_timeout_s)
 
 
-def open_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress) -> "zmq.Socket[bytes]":
+def open_socket(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress, key: ControlKey | None
+) -> "zmq.Socket[bytes]":
     """A socket that connects in the background and never blocks. Bad addresses raise ZMQError."""
     socket = context.socket(zmq.DEALER)
+    secure_client(socket, key)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.IMMEDIATE, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import zmq
 
 from stateferry.config import Config
+from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState, open_socket
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Clock
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_LINK_S = 600.0
 """A link that nobody used for this long is closed; the next request meets the producer again."""
+MAX_LINKS = 512
+"""Most links at a time: an offer comes through a client, who could name any number of addresses."""
 MAX_PAUSE_S = 30.0
 """Longest pause before a peer that could not be met is tried again; then it is forgotten, too."""
 
@@ -33,6 +36,7 @@ class Links:
         encoded_layout: bytes,
         software: str,
         transport: Transport,
+        key: ControlKey | None,
         on_settled: Callable[[Link], None],
     ) -> None:
         """`on_settled` hears of every link that has become ready or failed."""
@@ -44,6 +48,7 @@ class Links:
         self._encoded_layout = encoded_layout
         self._software = software
         self._transport = transport
+        self._key = key
         self._on_settled = on_settled
         self._links: dict[RankAddress, Link] = {}
 
@@ -61,7 +66,7 @@ class Links:
     def meet(self, address: RankAddress) -> Link:
         """The link to that rank; greets it if it is new, or if its pause after a failure is over.
 
-        Raises ZMQError for an address that cannot be dialled.
+        Raises ZMQError for an address that cannot be dialled, ValueError when too many are known.
         """
         now_s = self._clock.now_s()
         link = self._links.get(address)
@@ -71,8 +76,10 @@ class Links:
                 return link
             pause_s = min(2 * link.pause_s, MAX_PAUSE_S)
             self._drop(link)
+        if len(self._links) >= MAX_LINKS:
+            raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
         deadline_s = now_s + self._config.handshake_timeout_s
-        link = Link(address, open_socket(self._context, address), deadline_s, pause_s)
+        link = Link(address, open_socket(self._context, address, self._key), deadline_s, pause_s)
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)
         link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
@@ -99,7 +106,7 @@ class Links:
         now_s = self._clock.now_s()
         for link in list(self._links.values()):
             if link.state is LinkState.GREETING and now_s >= link.deadline_s:
-                self.fail(link, f"no answer to the hand-shake within {self._config.handshake_timeout_s:g} s")
+                self.fail(link, self._no_answer())
             elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
                 renew(link, now_s)
             elif not link.requests and now_s >= self._forget_at_s(link):
@@ -120,6 +127,12 @@ class Links:
         """Drop all links. No transfer may be pending."""
         for link in list(self._links.values()):
             self._drop(link)
+
+    def _no_answer(self) -> str:
+        who = "nobody listens there, or its auth_key_file holds another key or is not set"
+        if self._key is None:
+            who = "nobody listens there, or it wants a key (this engine has no auth_key_file)"
+        return f"no answer to the hand-shake within {self._config.handshake_timeout_s:g} s: {who}"
 
     def _forget_at_s(self, link: Link) -> float:
         if link.state is LinkState.READY:

@@ -11,13 +11,15 @@ import zmq
 
 from stateferry.errors import StateFerryError
 from stateferry.ferry.memory import LocalMemory
-from stateferry.ids import Epoch, RequestId
+from stateferry.ferry.quiet import LogLimit
+from stateferry.ids import Epoch, RequestId, shown
 from stateferry.layout.digest import bytes_digest
 from stateferry.layout.fingerprint import decode_layout
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Clock, Grant, Ledger
 from stateferry.wire import (
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Claim,
     DigestAnswer,
@@ -28,12 +30,14 @@ from stateferry.wire import (
     Release,
     Renewal,
     Welcome,
-    decode_message,
+    decode_frames,
     encode_message,
 )
 
 logger = logging.getLogger(__name__)
 
+MESSAGES_PER_TURN = 256
+"""Messages that are answered before hand-offs and leases get a turn."""
 MAX_CONSUMERS = 1024
 """Consumers whose plans are remembered; the least recently heard of is forgotten first."""
 
@@ -55,6 +59,7 @@ class ProducerService:
     ) -> None:
         self.ledger = Ledger(layout.epoch, layout.tp_size, lease_s)
         self.unreadable_messages = 0
+        self._refusals = LogLimit()
         self._socket = socket
         self._clock = clock
         self._layout = layout
@@ -72,8 +77,8 @@ class ProducerService:
             self._send(sender, answer)
 
     def receive(self) -> None:
-        """Answer everything that has arrived."""
-        while True:
+        """Answer what has arrived; the rest at the next turn, so that nobody can hold up the thread."""
+        for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -87,7 +92,7 @@ class ProducerService:
             logger.warning(
                 "lease of transfer %s (request %s, claimed by %s) ended: blocks go back without a release. "
                 "Consumer gone, or lease_s too short for its queue",
-                holding.grant.transfer_id,
+                shown(holding.grant.transfer_id),
                 holding.grant.request_id,
                 holding.claimant or "nobody",
             )
@@ -99,19 +104,22 @@ class ProducerService:
         return self.ledger.take_finished()
 
     def _handle(self, frames: list[bytes]) -> None:
-        if len(frames) != 2:
-            self.unreadable_messages += 1
-            return
-        sender, frame = frames
+        sender, *rest = frames
         try:
-            message = decode_message(frame)
-            answer = self._answer(sender, message)
+            answer = self._answer(sender, decode_frames(rest))
         except (StateFerryError, ValueError) as e:
-            self.unreadable_messages += 1
-            logger.warning("refused a control message: %s", e)
-            answer = Refusal(reason=str(e)[:1024], epoch=self._layout.epoch)
+            answer = self._refuse(str(e))
+        except Exception as e:  # a defect, which one peer's message must not turn into everybody's
+            logger.exception("could not answer a control message")
+            answer = self._refuse(f"defect: {type(e).__name__}")
         if answer is not None:
             self._send(sender, answer)
+
+    def _refuse(self, reason: str) -> Refusal:
+        self.unreadable_messages += 1
+        if self._refusals.may_log(self._clock.now_s()):
+            logger.warning("refused a control message: %s%s", reason[:MAX_TEXT], self._refusals.left_out())
+        return Refusal(reason=reason[:MAX_TEXT], epoch=self._layout.epoch)
 
     def _answer(self, sender: bytes, message: Message) -> Message | None:
         now_s = self._clock.now_s()
@@ -164,9 +172,11 @@ class ProducerService:
 
     def _digest(self, sender: bytes, request: DigestRequest) -> DigestAnswer:
         """Hash what this side thinks was to be read: its own blocks by position, its own plan."""
-        holding = self.ledger.holding(request.transfer_id)
+        holding = self.ledger.held_for(request.transfer_id, request.claimant)
         if holding is None:
-            return DigestAnswer(transfer_id=request.transfer_id, reason="the offer is not held any more")
+            return DigestAnswer(transfer_id=request.transfer_id, reason="the offer is not held for the asker")
+        if len(set(request.groups)) != len(request.groups):
+            return DigestAnswer(transfer_id=request.transfer_id, reason="a group is named twice")
         plan = self._plan_for(sender)
         digests = []
         for group, first, count in zip(

@@ -9,13 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stateferry.config import Config, Verify
+from stateferry.errors import StateFerryError
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.memory import LocalMemory
+from stateferry.ids import shown
 from stateferry.layout.blocks import concatenate
 from stateferry.layout.digest import bytes_digest
 from stateferry.layout.plan import Plan
 from stateferry.layout.spec import CacheLayout, GroupKind, Pieces
-from stateferry.session import Clock, GroupLoad, Handoff, Outcome, ReadStatus, Report
+from stateferry.session import (
+    Clock,
+    GroupLoad,
+    Handoff,
+    Outcome,
+    ReadStatus,
+    Report,
+    claimant_name,
+)
 from stateferry.transport.base import Transfer, TransferState
 from stateferry.wire import DigestAnswer, DigestRequest
 
@@ -98,8 +108,8 @@ class Reading:
         elif expected is not None and expected != answer.digests:
             groups = [i for i, (a, b) in enumerate(zip(expected, answer.digests, strict=False)) if a != b]
             self.handoff.fail(
-                f"digests of entries {groups} of transfer {self.handoff.offer.transfer_id} differ: the "
-                "bytes that arrived are not the bytes that were computed"
+                f"digests of entries {groups} of transfer {shown(self.handoff.offer.transfer_id)} differ: "
+                "the bytes that arrived are not the bytes that were computed"
             )
         elif not self.expected_digests:
             self.verified = True
@@ -166,7 +176,9 @@ class Reading:
                 self.posted = True
             self.post_s = clock.now_s() - self.posted_s
             self.pieces = sum(len(batch) for batch in batches)
-        except Exception as e:  # a plan that does not fit must fail this request, not the thread
+        except (StateFerryError, ValueError) as e:  # tables that do not fit; no defect of ours
+            self.handoff.fail(f"could not post: {e}")
+        except Exception as e:  # a defect must fail this request, not the thread
             logger.exception("could not post the reads of request %s", self.handoff.request_id)
             self.handoff.fail(f"could not post: {e}")
 
@@ -193,6 +205,7 @@ class Reading:
                 DigestRequest(
                     epoch=link.address.epoch,
                     transfer_id=self.handoff.offer.transfer_id,
+                    claimant=claimant_name(layout.engine_id, self.handoff.request_id),
                     groups=tuple(g.group for g in groups),
                     first_blocks=tuple(g.first_block for g in groups),
                     block_counts=tuple(len(g.remote_block_ids) for g in groups),

@@ -41,6 +41,26 @@ def prefix_digest(
     return name.hexdigest()
 
 
+def table_digest(
+    num_tokens: int,
+    block_ids: Sequence[Sequence[int]],
+    first_blocks: Sequence[int],
+    prefix: str,
+) -> str:
+    """Name an offer's block tables and the prefix that they hold: 32 hexadecimal digits.
+
+    The tables travel through a client. A producer compares the name of those that a consumer was given
+    with the name of those it granted, so that a forged or mixed-up table is never read for good.
+    """
+    name = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"sferry-tables")
+    name.update(num_tokens.to_bytes(8, "little"))
+    name.update(_field(prefix.encode("utf-8", "surrogatepass")))
+    name.update(_field(np.asarray(first_blocks, dtype="<i8").tobytes()))
+    for ids in block_ids:
+        name.update(_field(np.asarray(ids, dtype="<i8").tobytes()))
+    return name.hexdigest()
+
+
 def bytes_digest(
     pieces: Pieces, side: Literal["local", "remote"], read: Callable[[int, int, int], memoryview]
 ) -> str:

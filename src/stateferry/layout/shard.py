@@ -14,6 +14,9 @@ from stateferry.layout.spec import CacheLayout, CacheTensor, Part, PartRule
 WHOLE = (Part(name="whole", size=1, rule=PartRule.REPLICATED),)
 """The parts of a tensor that no axis splits: one unit, on every rank."""
 
+LIMIT = 1 << 48
+"""No size, count or place in a layout is above this, so that products with block numbers stay in int64."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -176,6 +179,8 @@ def check_layout(layout: CacheLayout) -> None:
                 f"group {index}: block_tokens {group.block_tokens} must be at least 1; window_tokens "
                 f"{group.window_tokens} and scratch_slots {group.scratch_slots} must not be negative"
             )
+    if not all(0 < size <= LIMIT for size in layout.region_sizes_bytes) or layout.tp_size > LIMIT:
+        raise LayoutError(f"regions of {layout.region_sizes_bytes} bytes are impossible (at most {LIMIT})")
     for index, layer, tensor in iter_tensors(layout):
         where = f"group {index}, layer {layer!r}, tensor {tensor.name!r}"
         _check_tensor(layout, tensor, where)
@@ -184,11 +189,13 @@ def check_layout(layout: CacheLayout) -> None:
 def _check_tensor(layout: CacheLayout, tensor: CacheTensor, where: str) -> None:
     counts = (tensor.unit_bytes, tensor.element_bytes, tensor.block_count, *(lp.count for lp in tensor.loops))
     strides = (tensor.offset_bytes, tensor.block_stride_bytes, *(lp.stride_bytes for lp in tensor.loops))
-    if min(counts) < 1 or min(strides) < 0 or tensor.unit_bytes % tensor.element_bytes:
+    if min(counts) < 1 or min(strides) < 0 or max(*counts, *strides) > LIMIT:
         raise LayoutError(
             f"{where}: counts and sizes must be at least 1, offsets and strides not negative, and "
-            f"unit_bytes a multiple of element_bytes; found {tensor!r}"
+            f"all at most {LIMIT}; found {tensor!r}"
         )
+    if tensor.unit_bytes % tensor.element_bytes:
+        raise LayoutError(f"{where}: unit_bytes must be a multiple of element_bytes; found {tensor!r}")
     if not 0 <= tensor.region < len(layout.region_sizes_bytes):
         raise LayoutError(
             f"{where}: region {tensor.region} of {len(layout.region_sizes_bytes)} does not exist"

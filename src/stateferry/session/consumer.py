@@ -8,9 +8,11 @@ The owner (the ferry) tells it what happened and asks `settle` what follows. A h
 blocks ends only when no byte can land in them any more, whatever else went wrong.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 
-from stateferry.ids import EngineId, RequestId
+from stateferry.ids import EngineId, RequestId, shown
+from stateferry.layout.digest import table_digest
 from stateferry.session.lease import Lease
 from stateferry.session.orders import Load, Outcome
 from stateferry.wire.messages import ClaimAnswer
@@ -33,9 +35,18 @@ def producer_ranks(tp_rank: int, tp_size: int, producer_tp_size: int) -> tuple[i
     )
 
 
+MAX_NAME = 256
+"""A client may choose its request's id; a longer one must not make a claim that is too long to be read."""
+
+
 def claimant_name(engine_id: EngineId, request_id: RequestId) -> str:
-    """Who claims: the same on every rank of one consumer for one request."""
-    return f"{engine_id}/{request_id}"
+    """Who claims: the same on every rank of one consumer for one request. ASCII, at most `MAX_NAME` long."""
+    name = f"{engine_id}/{request_id}"
+    plain = name.encode("ascii", "backslashreplace").decode()
+    if plain == name and plain.isprintable() and len(name) <= MAX_NAME:
+        return name
+    tail = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return f"{''.join(c for c in plain if c.isprintable())[: MAX_NAME - len(tail) - 1]}#{tail}"
 
 
 @dataclass(slots=True)
@@ -57,16 +68,27 @@ class Handoff:
     """Producer ranks that this rank deals with."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """By producer rank, from the answered claim on."""
+    refused: set[int] = field(default_factory=set)
+    """Producer ranks that said no: what they hold is not ours to release."""
     load: Load | None = None
     deadline_s: float = float("inf")
     """Set with the load: when the request is failed if its bytes are not in."""
     failure: str = ""
     closing: bool = False
 
+    @property
+    def table_digest(self) -> str:
+        """Name of the tables that this side was given, for the producer to compare."""
+        offer = self.offer
+        return table_digest(offer.num_tokens, offer.block_ids, offer.first_blocks, offer.prefix_digest)
+
     def claim_answered(self, rank: int, answer: ClaimAnswer, sent_s: float) -> None:
         """The producer rank granted or refused the claim that was sent at `sent_s`."""
         if answer.reason:
-            self.fail(f"producer rank {rank} refused transfer {self.offer.transfer_id}: {answer.reason}")
+            self.refused.add(rank)
+            self.fail(
+                f"producer rank {rank} refused transfer {shown(self.offer.transfer_id)}: {answer.reason}"
+            )
         elif rank in self.ranks:
             self.leases[rank] = Lease.from_claim(sent_s, answer.lease_s)
 
@@ -116,7 +138,7 @@ class Handoff:
         for rank, lease in self.leases.items():
             if not lease.alive(now_s):
                 self.fail(
-                    f"the lease of producer rank {rank} on transfer {self.offer.transfer_id} ended "
+                    f"the lease of producer rank {rank} on transfer {shown(self.offer.transfer_id)} ended "
                     f"{now_s - lease.ends_s:.3f} s ago: what was read may belong to another request"
                 )
         if now_s >= self.deadline_s:

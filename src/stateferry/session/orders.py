@@ -20,6 +20,7 @@ class Grant:
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     first_blocks: tuple[int, ...]
+    prefix_digest: str
 
 
 @dataclass(frozen=True, slots=True)

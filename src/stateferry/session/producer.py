@@ -14,8 +14,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from stateferry.ids import Epoch, RequestId, TransferId
+from stateferry.layout.digest import table_digest
 from stateferry.session.orders import Grant
-from stateferry.wire.messages import Claim, ClaimAnswer, Release, ReleaseAnswer, Renewal, RenewalAnswer
+from stateferry.wire.messages import (
+    MAX_TEXT,
+    Claim,
+    ClaimAnswer,
+    Release,
+    ReleaseAnswer,
+    Renewal,
+    RenewalAnswer,
+)
 
 PARK_S = 5.0
 MAX_PARKED = 4096
@@ -30,8 +39,16 @@ class Holding:
     grant: Grant
     expires_s: float
     claimant: str = ""
+    claimant_ranks: int = 0
+    """The claimant's tensor-parallel size, as its first claim or release said."""
     claimed_ranks: set[int] = field(default_factory=set)
     released_ranks: set[int] = field(default_factory=set)
+
+    @property
+    def table_digest(self) -> str:
+        """Name of the tables that were offered."""
+        grant = self.grant
+        return table_digest(grant.num_tokens, grant.block_ids, grant.first_blocks, grant.prefix_digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,14 @@ class Counters:
     refused_claims: int = 0
     late_releases: int = 0
     late_renewals: int = 0
+    refused_peers: int = 0
+    """Connections that were turned away before their first message."""
+
+
+def _may_be_of(holding: Holding, message: Claim | Release) -> bool:
+    """Whether this hand-off is the sender's, or nobody's yet."""
+    theirs = (message.claimant, message.tp_size)
+    return not holding.claimant or (holding.claimant, holding.claimant_ranks) == theirs
 
 
 def releases_expected(consumer_tp_size: int, producer_tp_size: int) -> int:
@@ -109,16 +134,16 @@ class Ledger:
         return None
 
     def renew(self, renewal: Renewal, now_s: float) -> RenewalAnswer:
-        """Extend leases. What has ended is named as lost, so that its reader stops."""
+        """Extend leases. What has ended, or is another's, is named as lost, so that its reader stops."""
         held, lost = [], []
-        for transfer_id in renewal.transfer_ids:
-            holding = self._holdings.get(transfer_id)
+        for claim in renewal.claims:
+            holding = self.held_for(claim.transfer_id, claim.claimant)
             if holding is None:
-                lost.append(transfer_id)
+                lost.append(claim.transfer_id)
                 self.counters.late_renewals += 1
             else:
                 holding.expires_s = now_s + self._lease_s
-                held.append(transfer_id)
+                held.append(claim.transfer_id)
                 self.counters.renewed += 1
         return RenewalAnswer(
             sequence=renewal.sequence, held=tuple(held), lost=tuple(lost), lease_s=self._lease_s
@@ -127,14 +152,15 @@ class Ledger:
     def release(self, release: Release) -> ReleaseAnswer:
         """One consumer rank needs the blocks no longer."""
         holding = self._holdings.get(release.transfer_id)
-        theirs = holding is not None and holding.claimant in ("", release.claimant)
-        if holding is None or not theirs:
+        if release.tp_rank >= release.tp_size:
+            return ReleaseAnswer(transfer_id=release.transfer_id, known=False)
+        if holding is None or not _may_be_of(holding, release):
             if holding is None and release.transfer_id not in self._ended:
                 self._release_early(release)
             else:
                 self.counters.late_releases += 1
             return ReleaseAnswer(transfer_id=release.transfer_id, known=False)
-        holding.claimant = release.claimant
+        holding.claimant, holding.claimant_ranks = release.claimant, release.tp_size
         holding.released_ranks.add(release.tp_rank)
         if len(holding.released_ranks) >= releases_expected(release.tp_size, self._tp_size):
             self.counters.released += 1
@@ -158,9 +184,10 @@ class Ledger:
         deadlines += [p[0].until_s for p in self._parked.values()]
         return min(deadlines, default=None)
 
-    def holding(self, transfer_id: TransferId) -> Holding | None:
-        """The hand-off, while its blocks are kept."""
-        return self._holdings.get(transfer_id)
+    def held_for(self, transfer_id: TransferId, claimant: str) -> Holding | None:
+        """The hand-off, while its blocks are kept for this claimant."""
+        holding = self._holdings.get(transfer_id)
+        return holding if holding is not None and holding.claimant == claimant != "" else None
 
     def take_finished(self) -> list[RequestId]:
         """Requests whose blocks may be freed, each once."""
@@ -179,11 +206,21 @@ class Ledger:
         if holding is None:
             became = self._ended.get(claim.transfer_id, "was never made by this engine")
             return self._refuse(claim, f"the offer {became}")
-        if holding.claimant not in ("", claim.claimant):
+        if claim.tp_rank >= claim.tp_size:
+            return self._refuse(
+                claim, f"rank {claim.tp_rank} of {claim.tp_size} of {claim.claimant!r} is nobody"
+            )
+        if claim.table_digest != holding.table_digest:
+            return self._refuse(
+                claim,
+                "the block tables that came with the offer are not those that this engine gave out: "
+                "kv_transfer_params were changed on their way",
+            )
+        if not _may_be_of(holding, claim):
             return self._refuse(claim, f"the offer is already taken by {holding.claimant}")
         if claim.tp_rank in holding.claimed_ranks:
             return self._refuse(claim, f"rank {claim.tp_rank} of {claim.claimant} has claimed it before")
-        holding.claimant = claim.claimant
+        holding.claimant, holding.claimant_ranks = claim.claimant, claim.tp_size
         holding.claimed_ranks.add(claim.tp_rank)
         self.counters.claimed += 1
         holding.expires_s = now_s + self._lease_s
@@ -191,7 +228,7 @@ class Ledger:
 
     def _refuse(self, claim: Claim, reason: str) -> ClaimAnswer:
         self.counters.refused_claims += 1
-        return ClaimAnswer(transfer_id=claim.transfer_id, reason=reason)
+        return ClaimAnswer(transfer_id=claim.transfer_id, reason=reason[:MAX_TEXT])
 
     def _release_early(self, release: Release) -> None:
         """A release overtook the grant: nothing was read yet, so one rank that gave up speaks for all.

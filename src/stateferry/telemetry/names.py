@@ -74,7 +74,13 @@ METRICS: dict[str, Metric] = {
         Metric(
             "stateferry_refused_claims",
             MetricKind.COUNTER,
-            "Claims that this engine refused: used twice, expired, or for another life of it.",
+            "Claims that this engine refused: used twice, expired, changed on their way, or for another life "
+            "of it.",
+        ),
+        Metric(
+            "stateferry_refused_peers",
+            MetricKind.COUNTER,
+            "Connections to control sockets that were turned away: another key or none, or no peer of ours.",
         ),
     )
 }

@@ -116,6 +116,7 @@ class EngineRank:
         transport: str | Transport = "memory",
         clock: Clock | None = None,
         port: int = 0,
+        bind_host: str = "127.0.0.1",
     ) -> None:
         self.config = config or Config()
         self.layout = layout or small_layout(engine_id)
@@ -133,7 +134,7 @@ class EngineRank:
                     else transport
                 ),
                 host="127.0.0.1",
-                bind_host="127.0.0.1",
+                bind_host=bind_host,
                 port=port,
                 software="testing",
                 tamper=tamper if self.config.testing else None,
@@ -196,7 +197,12 @@ class EngineRank:
     def submit_grant(self, offer: Offer) -> None:
         """Tell the ferry of an offer that was made before."""
         grant = Grant(
-            offer.request_id, offer.transfer_id, offer.num_tokens, offer.block_ids, offer.first_blocks
+            offer.request_id,
+            offer.transfer_id,
+            offer.num_tokens,
+            offer.block_ids,
+            offer.first_blocks,
+            offer.prefix_digest,
         )
         self.ferry.submit(Orders(grants=(grant,)))
 

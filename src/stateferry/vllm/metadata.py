@@ -39,6 +39,7 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
     released: int = 0
     expired: int = 0
     refused_claims: int = 0
+    refused_peers: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
@@ -50,4 +51,5 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
             self.released + other.released,
             self.expired + other.expired,
             self.refused_claims + other.refused_claims,
+            self.refused_peers + other.refused_peers,
         )

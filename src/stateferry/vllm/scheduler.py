@@ -244,6 +244,7 @@ class SchedulerHalf:
         self._stats.add("stateferry_grants", news.released, "released")
         self._stats.add("stateferry_grants", news.expired, "expired")
         self._stats.add("stateferry_refused_claims", news.refused_claims)
+        self._stats.add("stateferry_refused_peers", news.refused_peers)
 
     def take_stats(self) -> StateFerryStats | None:
         """What happened since the last call; None: nothing."""
@@ -304,7 +305,14 @@ class SchedulerHalf:
         )
         self._granted.add(request.request_id)
         self._grants.append(
-            Grant(offer.request_id, offer.transfer_id, num_tokens, offer.block_ids, offer.first_blocks)
+            Grant(
+                offer.request_id,
+                offer.transfer_id,
+                num_tokens,
+                offer.block_ids,
+                offer.first_blocks,
+                offer.prefix_digest,
+            )
         )
         return True, offer_to_params(offer)
 

@@ -17,7 +17,7 @@ from stateferry.session import Counters, Orders, Outcome, Report, Results
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
 from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
-from stateferry.vllm.compat import KVConnectorTransferResults, get_ip, vllm_version
+from stateferry.vllm.compat import KVConnectorTransferResults, vllm_version
 from stateferry.vllm.kv_cache import RegionMemory, describe
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.wire import RankAddress
@@ -83,7 +83,7 @@ class WorkerHalf:
         self._device = memory[0].kind
         name = choose(self._config.transport.value, self._device)
         options = TransportOptions(nixl_backends=self._config.nixl_backends)
-        host = self._config.host or get_ip()
+        host = self._config.host
         first_port = self._config.port
         self._ferry = Ferry(
             FerrySetup(
@@ -155,6 +155,7 @@ class WorkerHalf:
             now[1].released - before[1].released,
             now[1].expired - before[1].expired,
             now[1].refused_claims - before[1].refused_claims,
+            now[1].refused_peers - before[1].refused_peers,
         )
         self._reports, self._lost, self._told = (), frozenset(), now
         return news

@@ -1,10 +1,12 @@
 """What engines say to each other, and what travels through the router. No sockets here."""
 
-from stateferry.wire.codec import MAX_MESSAGE_BYTES, decode_message, encode_message
+from stateferry.wire.codec import MAX_MESSAGE_BYTES, decode_frames, decode_message, encode_message
 from stateferry.wire.messages import (
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Claim,
     ClaimAnswer,
+    Claimed,
     DigestAnswer,
     DigestRequest,
     Hello,
@@ -27,9 +29,11 @@ from stateferry.wire.params import (
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "MAX_TEXT",
     "PROTOCOL_VERSION",
     "Claim",
     "ClaimAnswer",
+    "Claimed",
     "DigestAnswer",
     "DigestRequest",
     "Hello",
@@ -42,6 +46,7 @@ __all__ = [
     "Renewal",
     "RenewalAnswer",
     "Welcome",
+    "decode_frames",
     "decode_message",
     "encode_message",
     "is_decode_leg",

@@ -1,5 +1,7 @@
 """Bytes to messages and back, with bounds. A bad message is an error value, never a dead thread."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from stateferry.errors import ProtocolError
@@ -15,6 +17,13 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 def encode_message(message: Message) -> bytes:
     """One message as one frame."""
     return _encoder.encode(message)
+
+
+def decode_frames(frames: Sequence[bytes]) -> Message:
+    """Read one message of a socket that keeps frames together: exactly one frame. Raises ProtocolError."""
+    if len(frames) != 1:
+        raise ProtocolError(f"message of {len(frames)} frames; every message has one")
+    return decode_message(frames[0])
 
 
 def decode_message(frame: bytes) -> Message:

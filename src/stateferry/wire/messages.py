@@ -16,13 +16,31 @@ from typing import Annotated
 
 import msgspec
 
-from stateferry.ids import EngineId, Epoch, TransferId
+from stateferry import ids
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised by every change that an older engine would misunderstand."""
 
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
+MAX_TEXT = 1024
+MAX_RANKS = 4096
+MAX_GROUPS = 1024
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Claimant = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
+EngineId = Annotated[ids.EngineId, msgspec.Meta(max_length=MAX_TEXT)]
+Epoch = Annotated[ids.Epoch, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+TransferId = Annotated[ids.TransferId, msgspec.Meta(pattern=ids.HEX_128)]
+"""Always of one length: a producer remembers ids that a peer made up, for a while."""
 TransferIds = Annotated[tuple[TransferId, ...], msgspec.Meta(max_length=65536)]
+Digest = Annotated[str, msgspec.Meta(pattern=ids.HEX_128)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Sequence = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+RankCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+LeaseS = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Layout = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
+Registration = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
@@ -32,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forb
 class Hello(_Message, tag="hello", frozen=True, kw_only=True):
     """First message on a connection: who asks, and how its cache looks."""
 
-    protocol: int
+    protocol: Number
     software: Text
     engine_id: EngineId
     epoch: Epoch
@@ -41,19 +59,19 @@ class Hello(_Message, tag="hello", frozen=True, kw_only=True):
     """The producer's epoch as the offer named it."""
     transport: Text
     """Name of the transport that the consumer will read with."""
-    layout: bytes
+    layout: Layout
     """The consumer rank's encoded CacheLayout (see `layout.fingerprint`)."""
 
 
 class Welcome(_Message, tag="welcome", frozen=True, kw_only=True):
     """The producer rank's side of the hand-shake."""
 
-    protocol: int
+    protocol: Number
     software: Text
     engine_id: EngineId
     epoch: Epoch
-    layout: bytes
-    registration: bytes
+    layout: Layout
+    registration: Registration
     """What the named transport needs to reach this rank's memory."""
 
 
@@ -61,7 +79,7 @@ class Refusal(_Message, tag="refusal", frozen=True, kw_only=True):
     """A question that cannot be answered. `reason` is written for a person."""
 
     reason: Text
-    epoch: Epoch = Epoch(0)
+    epoch: Epoch = ids.Epoch(0)
     """The epoch of the engine that refuses; 0 when it did not say."""
 
 
@@ -70,36 +88,45 @@ class Claim(_Message, tag="claim", frozen=True, kw_only=True):
 
     epoch: Epoch
     transfer_id: TransferId
-    claimant: Text
+    claimant: Claimant
     """Same text on every rank of one consumer for one request; differs for any other."""
-    tp_rank: int
-    tp_size: int
+    tp_rank: Rank
+    tp_size: RankCount
+    table_digest: Digest
+    """Of the block tables that the consumer was given, which came through a client (see `layout.digest`)."""
 
 
 class ClaimAnswer(_Message, tag="claim_answer", frozen=True, kw_only=True):
     """Whether the offer is now the claimant's. Without `reason` it is, for `lease_s` from the claim."""
 
     transfer_id: TransferId
-    lease_s: float = 0.0
+    lease_s: LeaseS = 0.0
     reason: Text = ""
+
+
+class Claimed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A hand-off, and who claimed it: nobody keeps what another claimed."""
+
+    transfer_id: TransferId
+    claimant: Claimant
 
 
 class Renewal(_Message, tag="renewal", frozen=True, kw_only=True):
     """Keep these hand-offs' blocks for another lease."""
 
     epoch: Epoch
-    sequence: int
+    sequence: Sequence
     """Comes back in the answer, so that a late answer is not taken for a newer renewal's."""
-    transfer_ids: TransferIds
+    claims: Annotated[tuple[Claimed, ...], msgspec.Meta(max_length=65536)]
 
 
 class RenewalAnswer(_Message, tag="renewal_answer", frozen=True, kw_only=True):
-    """Which of them are still held. What is in neither list was never heard of and counts as lost."""
+    """Which of them are still held for the asker. What is in neither list counts as lost."""
 
-    sequence: int
+    sequence: Sequence
     held: TransferIds
     lost: TransferIds
-    lease_s: float
+    lease_s: LeaseS
 
 
 class DigestRequest(_Message, tag="digest_request", frozen=True, kw_only=True):
@@ -107,17 +134,18 @@ class DigestRequest(_Message, tag="digest_request", frozen=True, kw_only=True):
 
     epoch: Epoch
     transfer_id: TransferId
-    groups: tuple[int, ...]
-    first_blocks: tuple[int, ...]
+    claimant: Claimant
+    groups: Numbers
+    first_blocks: Numbers
     """First block position read, per entry of `groups`."""
-    block_counts: tuple[int, ...]
+    block_counts: Numbers
 
 
 class DigestAnswer(_Message, tag="digest_answer", frozen=True, kw_only=True):
     """One digest per asked group, or `reason`."""
 
     transfer_id: TransferId
-    digests: tuple[str, ...] = ()
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     reason: Text = ""
 
 
@@ -126,9 +154,9 @@ class Release(_Message, tag="release", frozen=True, kw_only=True):
 
     epoch: Epoch
     transfer_id: TransferId
-    claimant: Text
-    tp_rank: int
-    tp_size: int
+    claimant: Claimant
+    tp_rank: Rank
+    tp_size: RankCount
     received: bool
 
 

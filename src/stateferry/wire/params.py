@@ -11,11 +11,21 @@ from typing import Annotated, Any
 import msgspec
 
 from stateferry.errors import ProtocolError
-from stateferry.ids import EngineId, Epoch, RequestId, TransferId
+from stateferry.ids import HEX_128, EngineId, Epoch, RequestId, TransferId
 
 PARAMS_VERSION = 1
+MAX_RANKS = 256
+"""Most ranks of one producer: an offer makes its consumer dial as many addresses."""
+MAX_TEXT = 512
 
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Printable = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1, max_length=MAX_TEXT, pattern=r"\A[^\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]+\Z"
+    ),
+]
+"""No line break that would forge a log line, no half of a character that cannot be sent."""
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"\A[0-9A-Za-z.:_%-]+\Z")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
@@ -23,26 +33,26 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 class RankAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where one producer rank listens, and in which life it made the offer."""
 
-    host: Text
+    host: Host
     port: Port
     epoch: Annotated[Epoch, msgspec.Meta(ge=1, le=(1 << 53) - 1)]
 
 
 class _Ours(msgspec.Struct, frozen=True, kw_only=True):
     version: int
-    transfer_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    transfer_id: Annotated[str, msgspec.Meta(pattern=HEX_128)]
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     first_blocks: tuple[Count, ...]
-    prefix_digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    prefix_digest: Annotated[str, msgspec.Meta(pattern=HEX_128)]
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
-    ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     tamper: dict[str, Any] | None = None
 
 
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_prefill: bool
-    remote_engine_id: Text
-    remote_request_id: Text
+    remote_engine_id: Printable
+    remote_request_id: Printable
     remote_block_ids: Annotated[tuple[tuple[Count, ...], ...], msgspec.Meta(min_length=1, max_length=1024)]
     stateferry: _Ours
 
@@ -71,12 +81,12 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_prefill_leg(params: Mapping[str, Any] | None) -> bool:
     """Whether the router asks this engine to compute and offer."""
-    return bool(params) and params is not None and params.get("do_remote_decode") is True
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
 def is_decode_leg(params: Mapping[str, Any] | None) -> bool:
     """Whether the router asks this engine to fetch a prefix from another."""
-    return bool(params) and params is not None and params.get("do_remote_prefill") is True
+    return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
 
 def offer_to_params(offer: Offer) -> dict[str, Any]:
@@ -97,7 +107,7 @@ def offer_to_params(offer: Offer) -> dict[str, Any]:
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": offer.engine_id,
-        "remote_request_id": offer.request_id,
+        "remote_request_id": offer.request_id[:MAX_TEXT],
         "remote_block_ids": [list(ids) for ids in offer.block_ids],
         "remote_host": first.host,
         "remote_port": first.port,
@@ -128,6 +138,8 @@ def parse_offer(params: Mapping[str, Any]) -> Offer:
             f"kv_transfer_params name {len(read.remote_block_ids)} block tables in remote_block_ids but "
             f"{len(ours.first_blocks)} positions in stateferry.first_blocks"
         )
+    if len({(rank.host, rank.port) for rank in ours.ranks}) != len(ours.ranks):
+        raise ProtocolError("kv_transfer_params name the same address for two ranks in stateferry.ranks")
     return Offer(
         transfer_id=TransferId(ours.transfer_id),
         engine_id=EngineId(read.remote_engine_id),
