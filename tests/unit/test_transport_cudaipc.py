@@ -1,5 +1,9 @@
 """What of the CUDA IPC transport can be tested without a device; tools/gpu_transports.py does the rest."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -53,3 +57,29 @@ def test_without_a_device_it_says_so() -> None:
         pytest.skip("there is a device")
     with pytest.raises(TransportUnavailable, match="needs an NVIDIA device"):
         create_transport("cudaipc", TransportOptions())
+
+
+KERNEL = """
+import numpy as np, torch
+from stateferry.transport import cuda_gather as gather
+
+source = np.random.default_rng(0).integers(0, 256, 200_000, dtype=np.uint8)
+target = np.zeros_like(source)
+expected = target.copy()
+here, there = target.ctypes.data, source.ctypes.data
+for unit, rows in ((8, [(0, 8, 3000), (40_000, 64_000, 17)]), (1, [(3, 100_001, 3001)])):
+    table = np.array([(there + a, here + b, count) for a, b, count in rows], np.int64)
+    gather._gather[(len(rows),)](torch.from_numpy(table), unit, gather.LANES)
+    for a, b, count in rows:
+        expected[b : b + count * unit] = source[a : a + count * unit]
+assert expected.any() and (target == expected).all(), np.flatnonzero(target != expected)[:10]
+"""
+
+
+def test_the_kernel_copies_whole_words_and_single_bytes() -> None:
+    """In Triton's interpreter, which must be chosen before triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ Table = npt.NDArray[np.int64]
 
 
 @triton.jit  # type: ignore[misc]
-def _gather(table: Any, unit_bytes: tl.constexpr, lanes: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather(table, unit_bytes: tl.constexpr, lanes: tl.constexpr):  # type: ignore[no-untyped-def]
     row = table + tl.program_id(0) * 3
     source, target, count = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     if unit_bytes == 8:
