@@ -44,9 +44,9 @@ def allowed(hint: object) -> str:
         return ", ".join(f"`{member.value}`" for member in hint)
     bounds = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
     origin = typing.get_args(hint)[0] if bounds else hint
-    name = {float: "number", int: "whole number", str: "text", bool: "`true`, `false`"}.get(
-        origin, "list of text"
-    )
+    names = {float: "number", int: "whole number", str: "text", bool: "`true`, `false`"}
+    table = typing.get_origin(origin) is dict
+    name = "table" if table else names.get(origin, "list of text")
     limits = [
         f"{sign} {value:g}"
         for meta in bounds
@@ -56,9 +56,10 @@ def allowed(hint: object) -> str:
     return ", ".join([name, *limits])
 
 
-def shown(default: object) -> str:
+def shown(field: msgspec.structs.FieldInfo) -> str:
     """A default as one writes it in JSON."""
-    return msgspec.json.encode(default).decode()
+    made = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return msgspec.json.encode(made).decode()
 
 
 def page() -> str:
@@ -66,7 +67,7 @@ def page() -> str:
     hints = typing.get_type_hints(config.Config, include_extras=True)
     texts = meanings()
     rows = [
-        f"| `{f.name}` | `{shown(f.default)}` | {allowed(hints[f.name])} | {texts[f.name]} |\n"
+        f"| `{f.name}` | `{shown(f)}` | {allowed(hints[f.name])} | {texts[f.name]} |\n"
         for f in msgspec.structs.fields(config.Config)
     ]
     return HEAD + "".join(rows)

@@ -26,6 +26,7 @@ class TransportName(enum.Enum):
     AUTO = "auto"
     CMA = "cma"
     CUDAIPC = "cudaipc"
+    FAULTS = "faults"
     NIXL = "nixl"
 
 
@@ -43,7 +44,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One engine's settings. `docs/configuration.md` is this class as a table."""
 
     transport: TransportName = TransportName.AUTO
-    """What moves bytes. `auto`: `cma` for CPU caches, `nixl` for CUDA."""
+    """What moves bytes. `auto`: `cma` for CPU caches, `nixl` for CUDA. `faults` wraps one of them and
+    needs `testing`."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
     """Address of this machine that peers dial."""
     bind_host: str = ""
@@ -64,6 +66,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """From vLLM's load order to the last byte; past it the request fails."""
     retry_interval_s: Seconds = 1.0
     """First pause before a peer that could not be reached is tried again; doubles up to 30 s."""
+    read_retries: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
+    """How often a read that failed is tried again, within `transfer_timeout_s` and the lease, before its
+    request fails; the last time over a fresh connection."""
     verify: Verify = Verify.OFF
     """Compare digests of what arrived: nothing, recurrent state, or everything."""
     nixl_backends: tuple[str, ...] = ("UCX",)
@@ -71,6 +76,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     testing: bool = False
     """Let `kv_transfer_params` damage a hand-off on purpose and fill destination blocks with a
     pattern before reading (accuracy gate). Never in production."""
+    faults: dict[str, Any] = {}
+    """What the transport `faults` does: `transport` (which one it wraps, `auto`), `seed`, and `rules`, a
+    list of `{"kind", "reads", "rate", "polls"}`; `transport/faults.py` has the kinds."""
 
 
 def parse_config(extra: Mapping[str, Any]) -> Config:
@@ -85,9 +93,14 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
             f"unknown key {unknown[0]!r} in kv_connector_extra_config; known keys: {', '.join(sorted(known))}"
         )
     try:
-        return msgspec.convert(dict(extra), Config, strict=False)
+        config = msgspec.convert(dict(extra), Config, strict=False)
     except msgspec.ValidationError as e:
         raise ConfigError(f"kv_connector_extra_config: {_explain(str(e), extra)}") from e
+    if config.transport is TransportName.FAULTS and not config.testing:
+        raise ConfigError("key 'transport' is 'faults', which damages hand-offs: set 'testing', too")
+    if config.faults and config.transport is not TransportName.FAULTS:
+        raise ConfigError("key 'faults' is set, but 'transport' is not 'faults': nothing would obey it")
+    return config
 
 
 def _explain(text: str, extra: Mapping[str, Any]) -> str:

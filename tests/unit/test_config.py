@@ -57,6 +57,18 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
         parse_config({"leese_s": 1})
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"transport": "faults"}, "set 'testing'"),
+        ({"transport": "cma", "testing": True, "faults": {"seed": 1}}, "nothing would obey it"),
+    ],
+)
+def test_faults_are_for_engines_under_test(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_config(settings)
+
+
 def test_the_page_of_settings_is_what_the_code_says() -> None:
     root = Path(__file__).parents[2]
     made = subprocess.run(

@@ -33,7 +33,9 @@ def test_auto_picks_and_a_name_is_kept(name: str, kind: MemoryKind, chosen: str)
 
 
 def test_a_transport_that_cannot_move_this_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'cma' cannot move cuda memory; these can: auto, cudaipc, nixl"):
+    with pytest.raises(
+        ConfigError, match=r"'cma' cannot move cuda memory; these can: auto, cudaipc, faults, nixl"
+    ):
         choose("cma", MemoryKind.CUDA)
 
 
@@ -43,7 +45,7 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
         lambda: create_transport("rdma", TransportOptions()),
     ):
         with pytest.raises(
-            ConfigError, match="unknown transport 'rdma'; known: auto, cma, cudaipc, memory, nixl"
+            ConfigError, match="unknown transport 'rdma'; known: auto, cma, cudaipc, faults, memory, nixl"
         ):
             attempt()
 

@@ -7,11 +7,12 @@ memory: the caller registers memory that outlives the transport. Exceptions are 
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from stateferry.errors import ProtocolError
 from stateferry.layout.spec import Pieces
 
 
@@ -97,6 +98,18 @@ class Peer(ABC):
         Anything that is wrong with the peer gives a FAILED transfer instead.
         """
 
+    def announce(self, read: int, orders: Sequence[Mapping[str, Any]]) -> None:
+        """Under test: the next `post_read` is its hand-off's read number `read`, the first is 1, and is
+        to go wrong as `orders` say (see `transport.faults`, which alone can do that).
+
+        Raises ProtocolError for orders that cannot be obeyed.
+        """
+        if orders:
+            raise ProtocolError(
+                "faults were ordered for a hand-off, but this engine's transport makes none: start it with "
+                "transport 'faults'"
+            )
+
     @property
     def usable(self) -> bool:
         """False after a failure that no new read can get over: close it, and connect again with the
@@ -154,4 +167,8 @@ class TransportOptions:
 
     nixl_backends: tuple[str, ...] = ("UCX",)
     nixl_threads: int = 0
+    faults: Mapping[str, Any] = field(default_factory=dict)
+    """What the `faults` transport is to do, as an operator wrote it."""
+    memory_kind: MemoryKind = MemoryKind.CPU
+    """Where this engine's cache lies, for a transport that picks another."""
     extra: dict[str, str] = field(default_factory=dict)

@@ -21,6 +21,7 @@ _BOTH = frozenset({MemoryKind.CPU, MemoryKind.CUDA})
 _TRANSPORTS = {
     "cma": _Entry("stateferry.transport.cma", "CmaTransport", _CPU),
     "cudaipc": _Entry("stateferry.transport.cudaipc", "CudaIpcTransport", _CUDA),
+    "faults": _Entry("stateferry.transport.faults", "FaultsTransport", _BOTH),
     "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
     "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH),
 }
