@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 
+from stateferry.config import Config
 from stateferry.layout.spec import Pieces
 from stateferry.transport.base import MemoryRegion, Peer, Transfer, TransferState
 from stateferry.transport.memory import MemoryTransport
+
+TRIES = 1 + Config().read_retries
+"""So many reads must fail before their hand-off does."""
 
 
 class Tap:
@@ -16,7 +20,7 @@ class Tap:
         self.deaf = False
         """Held reads cannot be cancelled: they stay a danger to their blocks until the hold ends."""
         self.failing = 0
-        """How many of the next reads fail instead of arriving."""
+        """How many of the next reads fail instead of arriving (see `TRIES`)."""
         self.posted = 0
 
 

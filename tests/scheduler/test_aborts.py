@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from harness import ATTENTION, HYBRID, HYBRID_UNCACHED, Pair
 from simulated_model import answer
+from steered_transport import TRIES
 from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.scheduler
@@ -55,13 +56,13 @@ def reported(pair: Pair, request_id: str) -> None:
 
 
 def reported_failed(pair: Pair, request_id: str) -> None:
-    pair.consumer.tap.failing = 1
+    pair.consumer.tap.failing = TRIES
     reported(pair, request_id)
     assert request_id in pair.consumer.scheduler.failed_recving_kv_req_ids
 
 
 def recomputing(pair: Pair, request_id: str) -> None:
-    pair.consumer.tap.failing = 1
+    pair.consumer.tap.failing = TRIES
     running(pair, request_id)
 
 

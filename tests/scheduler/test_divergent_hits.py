@@ -5,6 +5,7 @@ import random
 import pytest
 from harness import HYBRID, HYBRID_FINE, Pair
 from simulated_model import answer
+from steered_transport import TRIES
 
 pytestmark = pytest.mark.scheduler
 
@@ -77,7 +78,7 @@ def test_a_failed_load_after_a_divergent_hit_starts_from_a_state_that_is_there()
         pair.consumer.add(prompt[:9])
         pair.run()
         drop_states(pair)
-        pair.consumer.tap.failing = 1
+        pair.consumer.tap.failing = TRIES
         request_id = pair.hand_off(prompt, max_tokens=5)
         assert pair.consumer.scheduled[request_id][0][0] == 0
         assert pair.consumer.finished[request_id].tokens == answer(prompt, 5)

@@ -9,6 +9,7 @@ import pytest
 from engine_parts import CacheModel
 from harness import ATTENTION, HYBRID, HYBRID_UNCACHED, Engine, Pair
 from simulated_model import answer
+from steered_transport import TRIES
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -43,7 +44,7 @@ def neighbours(pair: Pair) -> dict[str, list[int]]:
 def test_a_failed_read_starts_over_here(model: CacheModel, async_scheduling: bool) -> None:
     with Pair(model, consumer={"async_scheduling": async_scheduling}) as pair:
         others = neighbours(pair)
-        pair.consumer.tap.failing = 1
+        pair.consumer.tap.failing = TRIES
         request_id = add_hand_off(pair, prompt_of(14))
         pair.run()
         assert pair.consumer.scheduled[request_id][0][0] == 0
@@ -59,7 +60,7 @@ def test_a_failed_read_starts_over_here(model: CacheModel, async_scheduling: boo
 def test_a_failed_read_is_an_error_where_the_operator_wants_that(async_scheduling: bool) -> None:
     with Pair(HYBRID, policy="fail", consumer={"async_scheduling": async_scheduling}) as pair:
         others = neighbours(pair)
-        pair.consumer.tap.failing = 1
+        pair.consumer.tap.failing = TRIES
         request_id = add_hand_off(pair, prompt_of(14))
         pair.run()
         assert pair.consumer.finished[request_id].reason is FinishReason.ERROR
@@ -73,7 +74,7 @@ def test_a_failed_read_of_a_partly_cached_prompt_uses_what_is_cached() -> None:
     with Pair(HYBRID) as pair:
         pair.consumer.add(prompt_of(14)[:9])
         pair.run()
-        pair.consumer.tap.failing = 1
+        pair.consumer.tap.failing = TRIES
         request_id = add_hand_off(pair, prompt_of(14))
         pair.run()
         assert pair.consumer.scheduled[request_id][0][0] == 8
@@ -215,7 +216,7 @@ def test_hooks_of_another_half_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     "trouble",
     [
-        lambda engine: setattr(engine.tap, "failing", 1),
+        lambda engine: setattr(engine.tap, "failing", TRIES),
         lambda engine: None,
     ],
     ids=["fails", "succeeds"],

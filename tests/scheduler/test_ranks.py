@@ -6,6 +6,7 @@ import time
 import pytest
 from harness import ATTENTION, HYBRID, Pair
 from simulated_model import answer
+from steered_transport import TRIES
 from test_boundaries import sweep
 from vllm.v1.request import RequestStatus
 
@@ -33,7 +34,7 @@ def test_ranks_read_their_own_rank_of_the_producer() -> None:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_one_ranks_failure_fails_the_load_on_all(rank: int, async_scheduling: bool) -> None:
     with Pair(HYBRID, ranks=2, async_scheduling=async_scheduling) as pair:
-        pair.consumer.taps[rank].failing = 1
+        pair.consumer.taps[rank].failing = TRIES
         request_id = pair.hand_off(prompt_of(14), max_tokens=4)
         assert pair.consumer.scheduled[request_id][0][0] == 0
         assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
@@ -67,6 +68,7 @@ def test_abort_while_one_rank_still_reads(slow: int) -> None:
         pair.consumer.taps[slow].held = pair.consumer.taps[slow].deaf = True
         request_id = pair.consumer.add(prompt_of(14), params=params, max_tokens=4).request_id
         pair.run_until(lambda: pair.producer.ferries[1 - slow].counters.released == 1, "the quicker rank")
+        pair.run_until(lambda: pair.consumer.taps[slow].posted > 0, "the slower rank's read")
         pair.consumer.abort(request_id)
         for _ in range(20):
             pair.step()

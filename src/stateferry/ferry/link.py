@@ -3,6 +3,9 @@
 greeting --Welcome, layouts fit, transport connects--> ready
     |
     +--Refusal, mismatch, deadline, transport refuses--> failed (tried again after a pause)
+
+A ready link whose connection broke greets again and stays ready meanwhile: what is under way over the old
+connection is not disturbed by another hand-off's trouble.
 """
 
 import enum
@@ -49,13 +52,18 @@ class Link:
     socket: "zmq.Socket[bytes]"
     deadline_s: float
     """Of the hand-shake while greeting; when to try again once failed."""
-    pause_s: float
-    """How long to wait after a failure."""
     state: LinkState = LinkState.GREETING
     reason: str = ""
     plan: Plan | None = None
     digest_plan: Plan | None = None
     peer: Peer | None = None
+    connections: int = 0
+    """How many were made; `peer` is the last."""
+    greeting_again: bool = False
+    """Whether a ready link waits for the hand-shake of its next connection."""
+    greeted_s: float = 0.0
+    failures: int = 0
+    """In a row, the current one included."""
     requests: set[RequestId] = field(default_factory=set)
     """Hand-offs that are open over this link."""
     claims_sent_s: dict[RequestId, float] = field(default_factory=dict)
@@ -97,8 +105,23 @@ class Link:
         except (StateFerryError, ValueError) as e:
             self.fail(str(e))
 
+    def reconnect(
+        self, answer: Welcome | Refusal, ours: CacheLayout, transport: Transport, config: Config
+    ) -> Peer | None:
+        """Judge the answer to a second greeting. Returns the connection that the new one replaces; None:
+        there is no new one, and `reason` says why. Never raises StateFerryError."""
+        self.greeting_again = False
+        before, self.peer = self.peer, None
+        try:
+            self._accept(answer, ours, transport, config)
+        except (StateFerryError, ValueError) as e:
+            self.peer, self.reason = before, str(e)
+            return None
+        return before
+
     def fail(self, reason: str) -> None:
         """No hand-off can go over this link now."""
+        self.greeting_again = False
         self.state = LinkState.FAILED
         # A layout that differs may be quoted whole, and its peer chose how long that is.
         self.reason = f"producer rank at {self.address.host}:{self.address.port}: {reason[:MAX_TEXT]}"
@@ -111,10 +134,7 @@ class Link:
         self.send(renewal)
 
     def close(self) -> None:
-        """Forget the peer. No transfer over it may be pending."""
-        if self.peer is not None:
-            self.peer.close()
-            self.peer = None
+        """Close the socket; its peer is for whoever knows what is pending over it."""
         self.socket.close(linger=1000)
 
     def _accept(
@@ -133,6 +153,7 @@ class Link:
         self.digest_plan = make_plan(ours, theirs)
         self.plan = make_plan(ours, theirs, merge=False) if config.testing else self.digest_plan
         self.peer = transport.connect(answer.registration, config.handshake_timeout_s)
+        self.connections += 1
 
 
 def open_socket(

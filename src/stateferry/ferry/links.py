@@ -1,7 +1,8 @@
 """Producer ranks that a consumer rank knows: met once per life, and again after a pause if that failed."""
 
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Collection
 
 import zmq
 
@@ -9,8 +10,8 @@ from stateferry.config import Config
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState, open_socket
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Clock
-from stateferry.transport.base import Transport
+from stateferry.session import Clock, pause_s
+from stateferry.transport.base import Peer, Transport
 from stateferry.wire import RankAddress, Refusal, Welcome
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Links:
         self._key = key
         self._on_settled = on_settled
         self._links: dict[RankAddress, Link] = {}
+        self._retired: list[Peer] = []
+        """Connections that got a successor, or whose link was dropped, until nothing is pending over them."""
 
     def __len__(self) -> int:
         return len(self._links)
@@ -70,47 +73,81 @@ class Links:
         """
         now_s = self._clock.now_s()
         link = self._links.get(address)
-        pause_s = self._config.retry_interval_s
+        failures = 0
         if link is not None:
-            if link.state is not LinkState.FAILED or now_s < link.deadline_s or link.requests:
+            if link.state is not LinkState.FAILED or now_s < link.deadline_s:
                 return link
-            pause_s = min(2 * link.pause_s, MAX_PAUSE_S)
+            failures = link.failures
             self._drop(link)
         if len(self._links) >= MAX_LINKS:
             raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
         deadline_s = now_s + self._config.handshake_timeout_s
-        link = Link(address, open_socket(self._context, address, self._key), deadline_s, pause_s)
+        link = Link(
+            address, open_socket(self._context, address, self._key), deadline_s, failures=failures
+        )
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)
-        link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
+        self._greet(link)
         return link
 
+    def greet_again(self, link: Link) -> None:
+        """Ask for a fresh connection to the same life of the peer. The link stays ready."""
+        if link.state is LinkState.READY and not link.greeting_again:
+            link.greeting_again = True
+            self._greet(link)
+
     def welcomed(self, link: Link, answer: Welcome | Refusal) -> None:
-        """The producer answered the greeting."""
+        """The producer answered a greeting."""
+        if link.state is LinkState.READY:
+            replaced = link.reconnect(answer, self._layout, self._transport, self._config)
+            if replaced is not None:
+                self._retired.append(replaced)
+                logger.info("%s:%d: connection %d", link.address.host, link.address.port, link.connections)
+            else:
+                self._not_again(link, link.reason)
+            return
         link.welcomed(answer, self._layout, self._transport, self._config)
         if link.state is LinkState.FAILED:
             self.fail(link, link.reason)
         else:
+            link.failures = 0
             link.idle_since_s = self._clock.now_s()
             self._on_settled(link)
 
     def fail(self, link: Link, reason: str) -> None:
         """No hand-off can go over this link; the rank is met again after a pause."""
         link.fail(reason)
-        link.deadline_s = self._clock.now_s() + link.pause_s
-        logger.warning("%s; next try in %.1f s", link.reason, link.pause_s)
+        link.failures += 1
+        pause = pause_s(link.failures, self._config.retry_interval_s, MAX_PAUSE_S, random.random())
+        link.deadline_s = self._clock.now_s() + pause
+        logger.warning("%s; next try in %.1f s", link.reason, pause)
         self._on_settled(link)
+        # They have failed. A request that lives on here must not keep others from meeting the peer anew.
+        link.requests.clear()
+        link.claims_sent_s.clear()
 
     def tick(self, renew: Callable[[Link, float], None]) -> None:
         """Hand-shakes that took too long, renewals that are due, links that nobody needs."""
         now_s = self._clock.now_s()
         for link in list(self._links.values()):
+            patience_s = self._config.handshake_timeout_s
             if link.state is LinkState.GREETING and now_s >= link.deadline_s:
                 self.fail(link, self._no_answer())
+            elif link.greeting_again and now_s >= link.greeted_s + patience_s:
+                link.greeting_again = False
+                self._not_again(link, self._no_answer())
             elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
                 renew(link, now_s)
             elif not link.requests and now_s >= self._forget_at_s(link):
                 self._drop(link)
+
+    def sweep(self, pending: Callable[[], Collection[Peer]]) -> None:
+        """Close replaced connections that none of `pending` (connections with transfers) is."""
+        if self._retired:
+            busy = pending()
+            for peer in [p for p in self._retired if p not in busy]:
+                peer.close()
+            self._retired = [p for p in self._retired if p in busy]
 
     def next_deadline_s(self) -> float:
         """When `tick` has a renewal to send or a hand-shake to give up; infinite if never."""
@@ -127,6 +164,7 @@ class Links:
         """Drop all links. No transfer may be pending."""
         for link in list(self._links.values()):
             self._drop(link)
+        self.sweep(tuple)
 
     def _no_answer(self) -> str:
         who = "nobody listens there, or its auth_key_file holds another key or is not set"
@@ -140,7 +178,22 @@ class Links:
         # A failed one is kept a little past its pause, so that the next pause is longer.
         return link.deadline_s + MAX_PAUSE_S
 
+    def _greet(self, link: Link) -> None:
+        link.greeted_s = self._clock.now_s()
+        link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
+
+    def _not_again(self, link: Link, reason: str) -> None:
+        """There is no fresh connection. Whoever waits for it looks at the link and gives up; the old one
+        stays for those that it still serves."""
+        if link.peer is None or not link.peer.usable:
+            self.fail(link, reason)
+        else:
+            link.reason = reason
+
     def _drop(self, link: Link) -> None:
         self._poller.unregister(link.socket)
+        if link.peer is not None:
+            self._retired.append(link.peer)
+            link.peer = None
         link.close()
         del self._links[link.address]

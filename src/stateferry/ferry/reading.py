@@ -1,6 +1,6 @@
 """One hand-off that has blocks: from vLLM's load order to its outcome.
 
-wait for links and fence -> plan -> post -> poll -> digests (if asked) -> settle
+wait for links and fence -> plan -> post -> poll, try again -> digests (if asked) -> settle
 """
 
 import logging
@@ -12,6 +12,7 @@ from stateferry.config import Config, Verify
 from stateferry.errors import StateFerryError
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.part import Part, Poster
 from stateferry.ids import shown
 from stateferry.layout.blocks import concatenate
 from stateferry.layout.digest import bytes_digest
@@ -23,10 +24,11 @@ from stateferry.session import (
     Handoff,
     Outcome,
     ReadStatus,
+    Recovery,
     Report,
     claimant_name,
 )
-from stateferry.transport.base import Transfer, TransferState
+from stateferry.transport.base import Peer, Transfer
 from stateferry.wire import DigestAnswer, DigestRequest
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ class Reading:
     handoff: Handoff
     fence: Fence
     ordered_s: float
-    transfers: list[Transfer] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    """One per producer rank, from the post on."""
     posted: bool = False
     posted_s: float = 0.0
     post_s: float = 0.0
@@ -61,25 +64,38 @@ class Reading:
     """Our own digests by producer rank, once the bytes are in; None before, or if none are needed."""
     verified: bool = False
     cancelled: bool = False
+    quarantined: bool = False
+    """Its deadline is over and bytes may still land: nobody gets its blocks before they cannot."""
 
     def advance(
         self,
-        links: Sequence[Link],
+        links: Mapping[int, Link],
         layout: CacheLayout,
         memory: LocalMemory,
         config: Config,
         tamper: Tamper | None,
         clock: Clock,
+        greet_again: Callable[[Link], None],
     ) -> None:
-        """Do what can be done now. Errors end up in the hand-off, not in the caller."""
+        """Do what can be done now. `links` are by producer rank, those that are known.
+
+        Errors end up in the hand-off, not in the caller.
+        """
         if self.handoff.failure and not self.cancelled:
             self.cancel()
         if not self.posted:
-            ready = all(link.state is LinkState.READY for link in links)
-            if ready and not self.handoff.failure and not self.cancelled:
-                self._post(links, layout, memory, config, tamper, clock)
+            ready = [links[r] for r in self.handoff.ranks if r in links and links[r].state is LinkState.READY]
+            if len(ready) == len(self.handoff.ranks) and not self.handoff.failure and not self.cancelled:
+                self._post(ready, layout, memory, config, tamper, clock)
             return
-        if not self.done_s and self._status().done:
+        hopeful = self.handoff.hopeful(clock.now_s())
+        for part in self.parts:
+            link = links.get(part.rank)
+            if part.advance(link, hopeful, greet_again) and link is not None:
+                if config.testing:
+                    memory.fill(part.batch, 0xFF)
+                part.post_again(link, self._poster(config))
+        if not self.done_s and all(part.done for part in self.parts):
             self.done_s = clock.now_s()
             self.verified = self._verify(config) is Verify.OFF
         # Before a claim is answered the producer rank may not have heard of the offer itself yet.
@@ -89,13 +105,17 @@ class Reading:
 
     def settle(self, now_s: float) -> Outcome | None:
         """The outcome, if this hand-off is over."""
-        return self.handoff.settle(now_s, self._status() if self.posted else None, self.verified)
+        return self.handoff.settle(now_s, self.status(), self.verified)
+
+    def overdue(self, now_s: float) -> bool:
+        """Whether bytes may land past the deadline."""
+        return self.handoff.overdue(now_s, self.status())
 
     def cancel(self) -> None:
         """Stop early where the library can."""
         self.cancelled = True
-        for transfer in self.transfers:
-            transfer.cancel()
+        for part in self.parts:
+            part.transfer.cancel()
 
     def digest_answered(self, link: Link, answer: DigestAnswer) -> None:
         """Compare the producer's digests with ours; the last good one makes the hand-off verified."""
@@ -129,18 +149,19 @@ class Reading:
             post_s=self.post_s,
             wire_s=(self.done_s or now_s) - self.posted_s if self.posted else 0.0,
             total_s=now_s - self.ordered_s,
+            retries=sum(part.recovery.retries for part in self.parts),
         )
 
-    def _status(self) -> ReadStatus:
-        states = [t.poll() for t in self.transfers]
-        error = next(
-            (t.error for t, s in zip(self.transfers, states, strict=True) if s is TransferState.FAILED), ""
-        )
-        done = all(s is TransferState.DONE for s in states)
-        arrived = sum(t.bytes_done for t in self.transfers)
+    def status(self) -> ReadStatus | None:
+        """What all parts say together, as of the last `advance`; None: nothing was posted."""
+        if not self.posted:
+            return None
+        done = all(part.done for part in self.parts)
+        error = next((part.error for part in self.parts if part.error), "")
+        arrived = sum(part.transfer.bytes_done for part in self.parts)
         if done and arrived != sum(self.bytes_by_group):
-            error = f"{arrived} bytes arrived, {sum(self.bytes_by_group)} were expected"
-        return ReadStatus(done=done, quiet=all(t.quiet for t in self.transfers), error=error)
+            error = error or f"{arrived} bytes arrived, {sum(self.bytes_by_group)} were expected"
+        return ReadStatus(done=done, quiet=not any(part.restless for part in self.parts), error=error)
 
     def _post(
         self,
@@ -170,9 +191,12 @@ class Reading:
                 )
             batches = [concatenate(pieces) for pieces in by_link]
             self.posted_s = clock.now_s()
-            for link, batch in zip(links, batches, strict=True):
+            post = self._poster(config)
+            for rank, link, batch in zip(self.handoff.ranks, links, batches, strict=True):
                 assert link.peer is not None
-                self.transfers.append(link.peer.post_read(batch))
+                transfer = post(link.peer, batch, 1)
+                recovery = Recovery(config.read_retries)
+                self.parts.append(Part(rank, batch, link.peer, link.connections, transfer, recovery))
                 self.posted = True
             self.post_s = clock.now_s() - self.posted_s
             self.pieces = sum(len(batch) for batch in batches)
@@ -182,13 +206,23 @@ class Reading:
             logger.exception("could not post the reads of request %s", self.handoff.request_id)
             self.handoff.fail(f"could not post: {e}")
 
+    def _poster(self, config: Config) -> Poster:
+        orders = (self.handoff.offer.tamper or {}).get("faults", ()) if config.testing else ()
+
+        def post(peer: Peer, batch: Pieces, read: int) -> Transfer:
+            if config.testing:
+                peer.announce(read, orders)
+            return peer.post_read(batch)
+
+        return post
+
     def _verify(self, config: Config) -> Verify:
         """Under test a hand-off may ask for digests, so that one engine is tried with and without."""
         wanted = (self.handoff.offer.tamper or {}).get("verify") if config.testing else None
         return next((level for level in Verify if level.value == wanted), config.verify)
 
     def _ask_digests(
-        self, links: Sequence[Link], layout: CacheLayout, memory: LocalMemory, verify: Verify
+        self, links: Mapping[int, Link], layout: CacheLayout, memory: LocalMemory, verify: Verify
     ) -> None:
         load = self.handoff.load
         assert load is not None
@@ -196,7 +230,8 @@ class Reading:
             g for g in load.groups if verify is Verify.ALL or layout.groups[g.group].kind is GroupKind.STATE
         ]
         self.expected_digests = {}
-        for rank, link in zip(self.handoff.ranks, links, strict=True):
+        for rank in self.handoff.ranks:
+            link = links[rank]
             self.expected_digests[rank] = tuple(
                 bytes_digest(pieces, "local", memory.read)
                 for pieces in _plan_pieces(link.digest_plan, groups)

@@ -1,5 +1,6 @@
 """One hand-off on each side, as state machines without I/O."""
 
+from stateferry.session.backoff import pause_s
 from stateferry.session.clock import Clock, SystemClock, VirtualClock
 from stateferry.session.consumer import Handoff, ReadStatus, claimant_name, producer_ranks
 from stateferry.session.lease import RENEWALS_PER_LEASE, Lease
@@ -15,6 +16,7 @@ from stateferry.session.orders import (
     Results,
 )
 from stateferry.session.producer import Counters, Holding, Ledger, releases_expected
+from stateferry.session.recovery import Next, Recovery
 
 __all__ = [
     "RENEWALS_PER_LEASE",
@@ -28,15 +30,18 @@ __all__ = [
     "Lease",
     "Ledger",
     "Load",
+    "Next",
     "Open",
     "Orders",
     "Outcome",
     "ReadStatus",
+    "Recovery",
     "Report",
     "Results",
     "SystemClock",
     "VirtualClock",
     "claimant_name",
+    "pause_s",
     "producer_ranks",
     "releases_expected",
 ]

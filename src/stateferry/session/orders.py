@@ -104,6 +104,8 @@ class Report:
     wire_s: float = 0.0
     """From post to the last byte."""
     total_s: float = 0.0
+    retries: int = 0
+    """Reads that were posted again after a failure."""
 
 
 @dataclass(frozen=True, slots=True)

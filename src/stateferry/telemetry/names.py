@@ -50,6 +50,17 @@ METRICS: dict[str, Metric] = {
             "Descriptors posted over all ranks, after merging.",
         ),
         Metric(
+            "stateferry_retries",
+            MetricKind.COUNTER,
+            "Reads that failed and were posted again over all ranks, whatever became of them then.",
+        ),
+        Metric(
+            "stateferry_quarantined_transfers",
+            MetricKind.GAUGE,
+            "Reads past their deadline that may still write, over all ranks, as of the last step. Their "
+            "blocks are out of use until they cannot (docs/operations.md).",
+        ),
+        Metric(
             "stateferry_handoff_seconds",
             MetricKind.HISTOGRAM,
             "From vLLM's load order to the end, the slowest rank's.",

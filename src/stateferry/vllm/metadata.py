@@ -40,6 +40,8 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
     expired: int = 0
     refused_claims: int = 0
     refused_peers: int = 0
+    quarantined: dict[int, int] = field(default_factory=dict)
+    """Hand-offs in quarantine on a rank, where that changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
@@ -52,4 +54,5 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
             self.expired + other.expired,
             self.refused_claims + other.refused_claims,
             self.refused_peers + other.refused_peers,
+            self.quarantined | other.quarantined,
         )

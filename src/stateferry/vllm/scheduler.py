@@ -87,8 +87,10 @@ class SchedulerHalf:
         self._reports: dict[RequestId, list[Report]] = {}
         """Of hand-offs that some ranks have ended and others not."""
         self._open_counts: dict[int, int] = {}
+        self._quarantined: dict[int, int] = {}
         self._stats = StateFerryStats()
         self._told_open_counts: dict[str, int] = {}
+        self._told_quarantined = 0
 
     def set_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Where this engine's workers listen, by tensor-parallel rank."""
@@ -241,6 +243,7 @@ class SchedulerHalf:
             if len(so_far) == self._tp_size:
                 record_handoff(self._stats, self._groups, self._reports.pop(report.request_id))
         self._open_counts |= news.open_counts
+        self._quarantined |= news.quarantined
         self._stats.add("stateferry_grants", news.released, "released")
         self._stats.add("stateferry_grants", news.expired, "expired")
         self._stats.add("stateferry_refused_claims", news.refused_claims)
@@ -253,6 +256,10 @@ class SchedulerHalf:
             self._told_open_counts = open_counts
             for half, count in open_counts.items():
                 self._stats.set("stateferry_open_handoffs", count, half)
+        quarantined = sum(self._quarantined.values())
+        if quarantined != self._told_quarantined:
+            self._told_quarantined = quarantined
+            self._stats.set("stateferry_quarantined_transfers", quarantined)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, StateFerryStats()
@@ -335,6 +342,7 @@ class SchedulerHalf:
                     "tokens": reports[0].tokens,
                     "bytes": bytes_by_kind,
                     "pieces": sum(r.pieces for r in reports),
+                    "retries": sum(r.retries for r in reports),
                     "milliseconds": round(max(r.total_s for r in reports) * 1e3, 3),
                     "post_milliseconds": round(max(r.post_s for r in reports) * 1e3, 3),
                     "wire_milliseconds": round(max(r.wire_s for r in reports) * 1e3, 3),

@@ -75,6 +75,7 @@ def record_handoff(stats: StateFerryStats, groups: Sequence[Group], reports: Seq
     stats.add("stateferry_handoffs", 1, worst.outcome.value)
     stats.observe("stateferry_handoff_seconds", max(r.total_s for r in reports))
     stats.add("stateferry_received_pieces", sum(r.pieces for r in reports))
+    stats.add("stateferry_retries", sum(r.retries for r in reports))
     for report in reports:
         if report.outcome is Outcome.RECEIVED:
             for group, size in zip(report.groups, report.bytes_by_group, strict=True):

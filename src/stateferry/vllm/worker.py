@@ -59,8 +59,8 @@ class WorkerHalf:
         self._reports: tuple[Report, ...] = ()
         self._lost: frozenset[RequestId] = frozenset()
         self._tp_rank = 0
-        self._told = (0, Counters())
-        """Open count and counters as the scheduler half last heard them."""
+        self._told = (0, 0, Counters())
+        """Open count, quarantined count and counters as the scheduler half last heard them."""
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Describe the cache, register its memory, start the ferry. Errors end the start-up."""
@@ -82,7 +82,11 @@ class WorkerHalf:
         )
         self._device = memory[0].kind
         name = choose(self._config.transport.value, self._device)
-        options = TransportOptions(nixl_backends=self._config.nixl_backends)
+        options = TransportOptions(
+            nixl_backends=self._config.nixl_backends,
+            faults=self._config.faults,
+            memory_kind=self._device,
+        )
         host = self._config.host
         first_port = self._config.port
         self._ferry = Ferry(
@@ -145,17 +149,18 @@ class WorkerHalf:
         ferry = self._ferry
         if ferry is None:
             return None
-        before, now = self._told, (ferry.open_count, replace(ferry.counters))
+        before, now = self._told, (ferry.open_count, ferry.quarantined_count, replace(ferry.counters))
         if now == before and not (self._reports or self._lost):
             return None
         news = StateFerryWorkerMetadata(
             self._reports,
             self._lost,
             {self._tp_rank: now[0]},
-            now[1].released - before[1].released,
-            now[1].expired - before[1].expired,
-            now[1].refused_claims - before[1].refused_claims,
-            now[1].refused_peers - before[1].refused_peers,
+            now[2].released - before[2].released,
+            now[2].expired - before[2].expired,
+            now[2].refused_claims - before[2].refused_claims,
+            now[2].refused_peers - before[2].refused_peers,
+            {self._tp_rank: now[1]},
         )
         self._reports, self._lost, self._told = (), frozenset(), now
         return news
