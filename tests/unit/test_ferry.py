@@ -333,9 +333,20 @@ class BrokenAtFirst(MemoryTransport):
         return BrokenPeer() if self.connects == 1 else super().connect(registration, timeout_s)
 
 
-def test_a_connection_that_broke_is_made_anew_after_a_pause() -> None:
+def test_a_read_goes_on_over_a_fresh_connection_when_its_own_broke() -> None:
     transport = BrokenAtFirst(TransportOptions())
-    config = Config(retry_interval_s=0.05)
+    with EngineRank("p") as producer, EngineRank("d", transport=transport) as consumer:
+        producer.write_tags(1)
+        results = consumer.read("r", producer.grant(40, TABLES), LOCAL)
+        assert not results.failed
+        assert_arrived(producer, consumer)
+        assert results.reports[0].retries == 1
+        assert transport.connects == 2
+
+
+def test_a_connection_that_broke_is_made_anew_for_the_next_request() -> None:
+    transport = BrokenAtFirst(TransportOptions())
+    config = Config(read_retries=0)
     with EngineRank("p") as producer, EngineRank("d", transport=transport, config=config) as consumer:
         failed = consumer.read("r0", producer.grant(40, TABLES, "p0"), LOCAL)
         assert failed.failed == {"r0"}

@@ -37,11 +37,16 @@ def handoff(ranks: int = 1) -> Handoff:
     return Handoff(RequestId("here"), offer, tuple(range(ranks)))
 
 
+def answered(reason: str = "") -> ClaimAnswer:
+    lease_s = 0.0 if reason else 15.0
+    return ClaimAnswer(transfer_id=TransferId("t"), claimant="d/here", lease_s=lease_s, reason=reason)
+
+
 def loading(ranks: int = 1, claimed: bool = True) -> Handoff:
     h = handoff(ranks)
     if claimed:
         for rank in range(ranks):
-            h.claim_answered(rank, ClaimAnswer(transfer_id=TransferId("t"), lease_s=15.0), sent_s=100.0)
+            h.claim_answered(rank, answered(), sent_s=100.0)
     h.order_load(Load(RequestId("here"), 0, (GroupLoad(0, 0, (1,), (1,)),)), 100.0, timeout_s=60.0)
     return h
 
@@ -56,10 +61,10 @@ def test_received_needs_bytes_claim_digests_and_lease() -> None:
 
 def test_one_unanswered_claim_of_two_holds_the_request_back() -> None:
     h = handoff(2)
-    h.claim_answered(0, ClaimAnswer(transfer_id=TransferId("t"), lease_s=15.0), sent_s=100.0)
+    h.claim_answered(0, answered(), sent_s=100.0)
     h.order_load(Load(RequestId("here"), 0, ()), 100.0, 60.0)
     assert h.settle(101.0, DONE, verified=True) is None
-    h.claim_answered(1, ClaimAnswer(transfer_id=TransferId("t"), lease_s=15.0), sent_s=100.0)
+    h.claim_answered(1, answered(), sent_s=100.0)
     assert h.settle(101.0, DONE, verified=True) is Outcome.RECEIVED
 
 
@@ -97,7 +102,7 @@ def test_the_first_reason_is_kept() -> None:
 
 def test_a_refused_claim_fails_the_load_with_the_producers_words() -> None:
     h = handoff()
-    h.claim_answered(0, ClaimAnswer(transfer_id=TransferId("t"), reason="taken by another"), 100.0)
+    h.claim_answered(0, answered(reason="taken by another"), 100.0)
     h.order_load(Load(RequestId("here"), 0, ()), 100.0, 60.0)
     assert h.settle(100.0, None, verified=False) is Outcome.FAILED
     assert "taken by another" in h.failure
@@ -164,3 +169,10 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 def test_claimants_differ_by_engine_and_request() -> None:
     names = {claimant_name(EngineId(e), RequestId(r)) for e in "ab" for r in "cd"}
     assert len(names) == 4
+
+
+def test_a_claimants_name_fits_into_a_message_and_still_differs() -> None:
+    long = "x" * 5000
+    names = {claimant_name(EngineId("d"), RequestId(long + end)) for end in ("a", "b")}
+    assert len(names) == 2
+    assert all(len(name) <= 256 for name in names)

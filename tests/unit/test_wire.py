@@ -53,7 +53,7 @@ MESSAGES: list[Message] = [
     Welcome(protocol=1, software="s", engine_id=ENGINE, epoch=EPOCH, layout=b"l", registration=b"r"),
     Refusal(reason="no", epoch=EPOCH),
     Claim(epoch=EPOCH, transfer_id=TRANSFER, claimant="d/r", tp_rank=0, tp_size=1, table_digest="d" * 32),
-    ClaimAnswer(transfer_id=TRANSFER, lease_s=15.0),
+    ClaimAnswer(transfer_id=TRANSFER, claimant="d/r", lease_s=15.0),
     Renewal(epoch=EPOCH, sequence=3, claims=(Claimed(TRANSFER, "d/r"),)),
     RenewalAnswer(sequence=3, held=(TRANSFER,), lost=(), lease_s=15.0),
     DigestRequest(

@@ -31,7 +31,7 @@ from stateferry.session import (
     claimant_name,
     producer_ranks,
 )
-from stateferry.transport.base import Transport
+from stateferry.transport.base import Peer, Transport
 from stateferry.wire import (
     Claim,
     ClaimAnswer,
@@ -168,9 +168,18 @@ class ConsumerService:
     def _handle(self, link: Link, message: Message) -> None:
         if link.state is LinkState.GREETING and isinstance(message, Welcome | Refusal):
             self._links.welcomed(link, message)
+        elif isinstance(message, Welcome):
+            if link.greeting_again:
+                self._links.welcomed(link, message)
         elif isinstance(message, Refusal):
-            # The engine behind this address is another one now: nothing it said before holds.
-            self._links.fail(link, message.reason)
+            if message.epoch not in (0, link.address.epoch):
+                # The engine behind this address is another one now: nothing it said before holds.
+                self._links.fail(link, message.reason)
+            else:
+                # One question of many; whoever asked it goes without an answer and has a deadline.
+                logger.warning(
+                    "%s:%d refused a question: %s", link.address.host, link.address.port, message.reason
+                )
         elif isinstance(message, ClaimAnswer):
             self._claim_answered(link, message)
         elif isinstance(message, RenewalAnswer):
@@ -184,7 +193,7 @@ class ConsumerService:
     def _claim_answered(self, link: Link, answer: ClaimAnswer) -> None:
         for request_id in link.requests:
             handoff = self._handoffs[request_id]
-            if handoff.offer.transfer_id != answer.transfer_id:
+            if (handoff.offer.transfer_id, self._name_for(handoff)) != (answer.transfer_id, answer.claimant):
                 continue
             sent_s = link.claims_sent_s.pop(request_id, None)
             if sent_s is None:
@@ -217,8 +226,13 @@ class ConsumerService:
 
     @property
     def reading_count(self) -> int:
-        """Hand-offs that have blocks and are not settled."""
-        return len(self._readings)
+        """Hand-offs that have blocks and are not settled, those in quarantine aside."""
+        return len(self._readings) - self.quarantined_count
+
+    @property
+    def quarantined_count(self) -> int:
+        """Hand-offs past their deadline in whose blocks bytes may still land."""
+        return sum(r.quarantined for r in self._readings.values())
 
     @property
     def open_count(self) -> int:
@@ -232,33 +246,45 @@ class ConsumerService:
 
     @property
     def moving(self) -> bool:
-        """Whether something was posted and is not quiet: poll soon."""
-        return any(r.posted for r in self._readings.values())
+        """Whether something was posted and may end any moment: poll soon."""
+        return any(r.posted and not r.quarantined for r in self._readings.values())
 
     def advance(self) -> None:
         """Post what can be posted, poll what was posted, settle what is over."""
         for reading in list(self._readings.values()):
             handoff = reading.handoff
-            links = [self._links.find(handoff.offer.ranks[rank]) for rank in handoff.ranks]
+            found = {rank: self._links.find(handoff.offer.ranks[rank]) for rank in handoff.ranks}
             try:
                 reading.advance(
-                    [link for link in links if link is not None],
+                    {rank: link for rank, link in found.items() if link is not None},
                     self._layout,
                     self._memory,
                     self._config,
                     self._tamper,
                     self._clock,
+                    self._links.greet_again,
                 )
             except Exception as e:  # a defect; it must not take the others' turn away
                 logger.exception("could not go on with the hand-off of request %s", handoff.request_id)
                 handoff.fail(f"defect: {e}")
-            outcome = reading.settle(self._clock.now_s())
+            now_s = self._clock.now_s()
+            outcome = reading.settle(now_s)
             if outcome is not None:
                 self._end(handoff, outcome, reading)
+            elif reading.overdue(now_s) and not reading.quarantined:
+                self._quarantine(reading, now_s)
 
     def tick(self) -> None:
-        """Deadlines of links."""
+        """Deadlines of links, and of hand-offs that wait for blocks: better lost before vLLM gives any."""
         self._links.tick(self._renew)
+        self._links.sweep(self._pending_peers)
+        now_s = self._clock.now_s()
+        for handoff in self._handoffs.values():
+            if handoff.load is not None or handoff.failure:
+                continue
+            why = handoff.lapsed(now_s) if handoff.claimed else self._unanswered(handoff, now_s)
+            if why:
+                self._fail(handoff, why)
 
     def next_deadline_s(self) -> float:
         """When `tick` has something to do; infinite if never."""
@@ -284,6 +310,16 @@ class ConsumerService:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _unanswered(self, handoff: Handoff, now_s: float) -> str:
+        """Why to wait no longer for the answer to a claim; empty: go on waiting."""
+        patience_s = max(handoff.offer.lease_s, self._config.handshake_timeout_s)
+        for rank in handoff.ranks:
+            link = self._links.find(handoff.offer.ranks[rank])
+            sent_s = link.claims_sent_s.get(handoff.request_id, now_s) if link is not None else now_s
+            if now_s - sent_s >= patience_s:
+                return f"producer rank {rank} did not answer the claim within {patience_s:g} s"
+        return ""
+
     def _link_settled(self, link: Link) -> None:
         for request_id in list(link.requests):
             if link.state is LinkState.READY:
@@ -305,7 +341,8 @@ class ConsumerService:
         )
 
     def _renew(self, link: Link, now_s: float) -> None:
-        held = [h for h in (self._handoffs[r] for r in link.requests) if self._rank_of(link, h) in h.leases]
+        open_here = (self._handoffs[r] for r in link.requests)
+        held = [h for h in open_here if self._rank_of(link, h) in h.leases and not h.released]
         if not held:
             link.next_renewal_s = float("inf")
             return
@@ -330,8 +367,31 @@ class ConsumerService:
     def _report_lost(self, handoff: Handoff) -> None:
         if handoff.load is None:
             self._lost.append(handoff.request_id)
+            self._release(handoff, received=False)
+
+    def _quarantine(self, reading: Reading, now_s: float) -> None:
+        """Nothing more can be done for it but wait. The producer need not: what it reads is worth nothing."""
+        reading.quarantined = True
+        handoff = reading.handoff
+        logger.warning(
+            "quarantine: request=%s transfer=%s peer=%s age_s=%.1f: its read does not end; "
+            "its blocks stay out of use until it does. Reason: %s",
+            handoff.request_id,
+            handoff.offer.transfer_id,
+            ", ".join(f"{a.host}:{a.port}" for a in (handoff.offer.ranks[rank] for rank in handoff.ranks)),
+            now_s - reading.ordered_s,
+            handoff.failure or "its request was closed",
+        )
+        self._release(handoff, received=False)
+
+    def _pending_peers(self) -> set[Peer]:
+        parts = (part for reading in self._readings.values() for part in reading.parts)
+        return {part.peer for part in parts if part.restless}
 
     def _release(self, handoff: Handoff, received: bool) -> None:
+        if handoff.released:
+            return
+        handoff.released = True
         for rank in handoff.ranks:
             link = self._links.find(handoff.offer.ranks[rank])
             if link is None or rank in handoff.refused:
@@ -356,10 +416,12 @@ class ConsumerService:
                 link.requests.discard(handoff.request_id)
                 link.claims_sent_s.pop(handoff.request_id, None)
                 link.idle_since_s = self._clock.now_s()
-                if link.peer is not None and not link.peer.usable and link.state is LinkState.READY:
-                    self._links.fail(link, "the connection broke; it is made anew")
+                if link.peer is not None and not link.peer.usable:
+                    self._links.greet_again(link)
         del self._handoffs[handoff.request_id]
         self._readings.pop(handoff.request_id, None)
+        if reading is not None and reading.quarantined:
+            logger.warning("quarantine over: request=%s: nothing can land any more", handoff.request_id)
         if reading is None:
             report = Report(handoff.request_id, handoff.offer.transfer_id, outcome, handoff.failure)
         else:

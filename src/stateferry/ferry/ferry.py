@@ -79,6 +79,7 @@ class Ferry:
         self._news = threading.Event()
         self._quick_polls = 0
         self._open_count = 0
+        self._quarantined_count = 0
         self._counters = Counters()
         self._thread = threading.Thread(target=self._run, name="stateferry", daemon=True)
 
@@ -131,6 +132,11 @@ class Ferry:
     def open_count(self) -> int:
         """Hand-offs that are open on either side: 0 once everything is over."""
         return self._open_count + len(self._inbox)
+
+    @property
+    def quarantined_count(self) -> int:
+        """Reads past their deadline that may still write into their blocks."""
+        return self._quarantined_count
 
     @property
     def counters(self) -> Counters:
@@ -251,7 +257,12 @@ class Ferry:
         if consumer.reading_count:
             return 1  # waits for a link or a fence
         due_s = consumer.next_deadline_s() - self._setup.clock.now_s()
-        if producer.ledger.open_count or producer.ledger.parked_count or consumer.link_count:
+        if (
+            consumer.quarantined_count
+            or producer.ledger.open_count
+            or producer.ledger.parked_count
+            or consumer.link_count
+        ):
             due_s = min(due_s, IDLE_WAIT_S)
         return max(0, min(60_000, math.ceil(due_s * 1000) if due_s < 60 else 60_000))
 
@@ -268,6 +279,7 @@ class Ferry:
                 consumer.close_handoff(close)
 
     def _publish(self, producer: ProducerService, consumer: ConsumerService) -> None:
+        self._quarantined_count = consumer.quarantined_count
         sent, ended, lost = producer.take_finished(), consumer.take_ended(), consumer.take_lost()
         if not (sent or ended or lost):
             self._open_count = producer.ledger.open_count + consumer.open_count

@@ -82,9 +82,7 @@ class Links:
         if len(self._links) >= MAX_LINKS:
             raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
         deadline_s = now_s + self._config.handshake_timeout_s
-        link = Link(
-            address, open_socket(self._context, address, self._key), deadline_s, failures=failures
-        )
+        link = Link(address, open_socket(self._context, address, self._key), deadline_s, failures=failures)
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)
         self._greet(link)

@@ -75,6 +75,8 @@ class Handoff:
     """Set with the load: when the request is failed if its bytes are not in."""
     failure: str = ""
     closing: bool = False
+    released: bool = False
+    """The producer was told that nothing (more) is wanted: its blocks are not to be counted on."""
 
     @property
     def table_digest(self) -> str:
@@ -97,6 +99,17 @@ class Handoff:
         if rank in self.leases:
             self.leases[rank].renewed(sent_s, lease_s)
 
+    def lapsed(self, now_s: float) -> str:
+        """Why the offer is worth nothing any more, as far as leases go; empty: they hold, or none has
+        begun. A producer that died answers no renewal, so this is how its consumer hears of it."""
+        for rank, lease in self.leases.items():
+            if not lease.alive(now_s):
+                return (
+                    f"the lease of producer rank {rank} on transfer {shown(self.offer.transfer_id)} ended "
+                    f"{now_s - lease.ends_s:.3f} s ago: what was read may belong to another request"
+                )
+        return ""
+
     def fail(self, reason: str) -> None:
         """This hand-off cannot succeed any more. The first reason is kept."""
         self.failure = self.failure or reason
@@ -109,6 +122,15 @@ class Handoff:
     def close(self) -> None:
         """The request wants nothing (more) from the offer."""
         self.closing = True
+
+    def hopeful(self, now_s: float) -> bool:
+        """Whether it can still succeed: what failed may then be tried again."""
+        given_up = bool(self.failure) or self.closing
+        return not given_up and now_s < self.deadline_s and not self.lapsed(now_s)
+
+    def overdue(self, now_s: float, reads: ReadStatus | None) -> bool:
+        """Whether its deadline is over and bytes may land all the same: its blocks are in quarantine."""
+        return now_s >= self.deadline_s and reads is not None and not reads.quiet
 
     @property
     def claimed(self) -> bool:
@@ -135,12 +157,8 @@ class Handoff:
     def _look_for_failure(self, now_s: float, reads: ReadStatus | None) -> None:
         if reads is not None and reads.error:
             self.fail(reads.error)
-        for rank, lease in self.leases.items():
-            if not lease.alive(now_s):
-                self.fail(
-                    f"the lease of producer rank {rank} on transfer {shown(self.offer.transfer_id)} ended "
-                    f"{now_s - lease.ends_s:.3f} s ago: what was read may belong to another request"
-                )
+        if lapsed := self.lapsed(now_s):
+            self.fail(lapsed)
         if now_s >= self.deadline_s:
             missing = "end of the read" if self.claimed else "answer to the claim"
             self.fail(f"no {missing} from {self.offer.engine_id} within transfer_timeout_s")

@@ -224,11 +224,11 @@ class Ledger:
         holding.claimed_ranks.add(claim.tp_rank)
         self.counters.claimed += 1
         holding.expires_s = now_s + self._lease_s
-        return ClaimAnswer(transfer_id=claim.transfer_id, lease_s=self._lease_s)
+        return ClaimAnswer(transfer_id=claim.transfer_id, claimant=claim.claimant, lease_s=self._lease_s)
 
     def _refuse(self, claim: Claim, reason: str) -> ClaimAnswer:
         self.counters.refused_claims += 1
-        return ClaimAnswer(transfer_id=claim.transfer_id, reason=reason[:MAX_TEXT])
+        return ClaimAnswer(transfer_id=claim.transfer_id, claimant=claim.claimant, reason=reason[:MAX_TEXT])
 
     def _release_early(self, release: Release) -> None:
         """A release overtook the grant: nothing was read yet, so one rank that gave up speaks for all.

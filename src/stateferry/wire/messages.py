@@ -100,6 +100,8 @@ class ClaimAnswer(_Message, tag="claim_answer", frozen=True, kw_only=True):
     """Whether the offer is now the claimant's. Without `reason` it is, for `lease_s` from the claim."""
 
     transfer_id: TransferId
+    claimant: Claimant
+    """Whose claim this answers: one consumer may have several requests after the same offer."""
     lease_s: LeaseS = 0.0
     reason: Text = ""
 
