@@ -377,7 +377,7 @@ class ConsumerService:
             "quarantine: request=%s transfer=%s peer=%s age_s=%.1f: its read does not end; "
             "its blocks stay out of use until it does. Reason: %s",
             handoff.request_id,
-            handoff.offer.transfer_id,
+            shown(handoff.offer.transfer_id),
             ", ".join(f"{a.host}:{a.port}" for a in (handoff.offer.ranks[rank] for rank in handoff.ranks)),
             now_s - reading.ordered_s,
             handoff.failure or "its request was closed",
