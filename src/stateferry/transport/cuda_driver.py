@@ -77,3 +77,16 @@ def map_handle(handle: bytes) -> int:
 def unmap(address: int) -> None:
     """Undo `map_handle`; the driver frees the memory with its last user. Raises TransportError."""
     _check(_driver().cuIpcCloseMemHandle(ctypes.c_uint64(address)), "unmapping the peer's device memory")
+
+
+def copy_to_host(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Queue a copy from device memory to pinned host memory. Does not block. Raises TransportError."""
+    _check(
+        _driver().cuMemcpyDtoHAsync_v2(
+            ctypes.c_void_p(target),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(size_bytes),
+            ctypes.c_void_p(stream),
+        ),
+        "copying to the host",
+    )

@@ -251,8 +251,9 @@ class _CudaIpcPeer(Peer):
         """Read the cookie once: a registration of an earlier life must not be connected to."""
         empty = resolve_pieces(_no_pieces(), self.transport.local, self.remote)
         launched = self.gatherer.launch(empty, self.cookie_address, COOKIE_BYTES)
-        launched.event.synchronize()
-        why = self.why_gone(bytes(launched.seal.numpy()))
+        launched.wait()
+        why = self.why_gone(launched.seal())
+        self.gatherer.retire(launched)
         if why:
             raise TransportUnavailable(f"cudaipc: {why}")
 
@@ -281,7 +282,7 @@ class _CudaIpcTransfer(Transfer):
         if self._total:
             try:
                 self._launched = peer.gatherer.launch(spans, peer.cookie_address, COOKIE_BYTES)
-            except RuntimeError as e:  # torch's and triton's errors of the device
+            except (RuntimeError, TransportError) as e:  # torch's, triton's and the driver's errors
                 self._fail(f"could not launch: {e}")
 
     @property
@@ -302,7 +303,8 @@ class _CudaIpcTransfer(Transfer):
         except RuntimeError as e:
             self._fail(f"the device failed: {e}")
             return self._state
-        why = self._peer.why_gone(bytes(self._launched.seal.numpy()))
+        why = self._peer.why_gone(self._launched.seal())
+        self._peer.gatherer.retire(self._launched)
         if why:
             self._peer.gone = True
             self._fail(why)
