@@ -41,6 +41,11 @@ class TorchMemory:
             pieces.local_regions.tolist(), pieces.local_offsets.tolist(), pieces.sizes.tolist(), strict=True
         ):
             self._flat[region][offset : offset + size] = int(np.array(byte, np.uint8))
+        if self._flat and self._flat[0].is_cuda:
+            import torch
+
+            # What reads into these bytes next runs on a stream that does not wait for this one.
+            torch.cuda.current_stream(self._flat[0].device).synchronize()
 
 
 class WorkerHalf:
