@@ -22,7 +22,9 @@ def served(*arguments: str) -> tuple[list[str], dict[str, object]]:
     return command, json.loads(command[command.index("--kv-transfer-config") + 1])
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("serve", "prefill"), ("serve", "decode"), ("demo",)])
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("serve", "prefill"), ("serve", "decode"), ("demo",), ("inspect",)]
+)
 def test_help_teaches_by_example(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.returncode == 0
@@ -115,6 +117,9 @@ def test_a_bad_setting_is_refused_with_its_name(arguments: list[str], words: str
         ["serve", "prefill", "--port", "8100", "m"],
         ["demo", "--transport", "carrier-pigeon"],
         ["demo", "--unknown"],
+        ["inspect"],
+        ["inspect", "no/such/folder"],
+        ["inspect", "m", "--tp", "0"],
         ["nonsense"],
     ],
 )

@@ -104,3 +104,35 @@ def test_every_advice_names_a_field_that_exists() -> None:
     shape_fields = {"tp_size", "block_tokens", "scratch_slots", "dtype"}
     for field in fingerprint._ADVICE:
         assert field in shape_fields or field.startswith("facts.")
+
+
+def opaque(made: CacheLayout) -> CacheLayout:
+    """The same cache, had nobody known what is inside a page."""
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            layers=tuple(
+                msgspec.structs.replace(
+                    one,
+                    tensors=tuple(
+                        msgspec.structs.replace(
+                            t, axis=None, parts=(), opaque=True, loops=(), unit_bytes=t.block_bytes
+                        )
+                        for t in one.tensors
+                    ),
+                )
+                for one in group.layers
+            ),
+        )
+        for group in made.groups
+    )
+    return msgspec.structs.replace(made, groups=groups)
+
+
+def test_unknown_pages_of_unequal_sizes_are_refused_for_their_size_and_nothing_else() -> None:
+    """They differ in bytes as well, for which the advice was to use the same flags: they were the same."""
+    compare(opaque(layout(1, 2)), opaque(layout(0, 2)))
+    with pytest.raises(LayoutMismatch, match=r"--tensor-parallel-size") as caught:
+        compare(opaque(layout(0, 2)), opaque(layout()))
+    assert caught.value.field == "groups[0].layer0.conv.tp_size"
+    assert (caught.value.ours, caught.value.theirs) == (2, 1)

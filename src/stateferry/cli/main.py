@@ -9,8 +9,9 @@ import typer
 from stateferry.cli.bench import bench_app
 from stateferry.cli.demo import demo
 from stateferry.cli.gate import gate
+from stateferry.cli.inspect import inspect
 from stateferry.cli.key import key
-from stateferry.cli.serve import serve_app
+from stateferry.cli.serve import PASS_ON, serve_app
 from stateferry.cli.version import version
 from stateferry.errors import ConfigError, EngineError, StateFerryError
 
@@ -29,6 +30,7 @@ Examples:
   stateferry gate                              prove that it is exact
   stateferry serve prefill MODEL --port 8100   an engine that reads prompts
   stateferry serve decode MODEL --port 8200    an engine that writes answers
+  stateferry inspect MODEL --tp 1 --tp 2       what a model keeps and a hand-off moves; starts nothing
   stateferry key control.key                   a secret for engines on several machines
 
 Exit codes: 0 all right · 1 a verdict failed · 2 bad arguments or settings · 3 an engine did not
@@ -45,6 +47,11 @@ app = typer.Typer(
 app.add_typer(serve_app, name="serve", short_help="Start one engine: vLLM's server with our connector.")
 app.command("demo", short_help="Show a hand-off on this machine, with a bundled model.")(demo)
 app.command("gate", short_help="Prove that two engines answer exactly as one does.")(gate)
+app.command(
+    "inspect",
+    short_help="Show what a model keeps and a hand-off moves, without an engine.",
+    context_settings=PASS_ON,
+)(inspect)
 app.add_typer(bench_app, name="bench", short_help="Measure, with every arm in the same run.")
 app.command("key", short_help="Make the secret that engines know each other by.")(key)
 app.command("version", short_help="Print what is installed.")(version)

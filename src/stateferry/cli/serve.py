@@ -25,7 +25,7 @@ serve_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_PASS_ON = {
+PASS_ON = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "allow_interspersed_args": True,
@@ -83,7 +83,7 @@ Set = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")]
 
 
-@serve_app.command("prefill", short_help="Start the engine that reads prompts.", context_settings=_PASS_ON)
+@serve_app.command("prefill", short_help="Start the engine that reads prompts.", context_settings=PASS_ON)
 def prefill(
     context: typer.Context,
     model: Model,
@@ -104,7 +104,7 @@ def prefill(
     _serve(Role.PREFILL, model, extra, context.args, dry_run)
 
 
-@serve_app.command("decode", short_help="Start the engine that writes answers.", context_settings=_PASS_ON)
+@serve_app.command("decode", short_help="Start the engine that writes answers.", context_settings=PASS_ON)
 def decode(
     context: typer.Context,
     model: Model,

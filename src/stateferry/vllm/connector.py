@@ -17,6 +17,7 @@ from stateferry.vllm.compat import (
     is_tested,
     vllm_version,
 )
+from stateferry.vllm.description import SelfDescription
 from stateferry.vllm.guard import guarded
 from stateferry.vllm.kv_cache import outline
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
@@ -43,6 +44,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._description = SelfDescription()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 config,
@@ -72,10 +74,11 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """vLLM collected every worker's address."""
+        """vLLM collected every worker's address and layout."""
+        found = [m for _, m in sorted(metadata.items()) if isinstance(m, StateFerryHandshake)]
         if self._scheduler is not None:
-            addresses = [metadata[rank] for rank in sorted(metadata)]
-            self._scheduler.set_ranks([a.address for a in addresses if isinstance(a, StateFerryHandshake)])
+            self._scheduler.set_ranks([m.address for m in found])
+            self._description.learn(found)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -113,7 +116,8 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finished:
         """A request is over."""
-        return self._half().request_finished(request, block_ids)
+        keeps, params = self._half().request_finished(request, block_ids)
+        return keeps, params if keeps or params is not None else self._description.answer(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """As above, where vLLM runs without its hybrid memory allocator."""

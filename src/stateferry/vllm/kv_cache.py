@@ -24,7 +24,7 @@ from stateferry.layout.spec import CacheLayout, Group, GroupKind
 from stateferry.vllm.kv_facts import collect_facts
 from stateferry.vllm.kv_tensors import Engine, RegionMemory, Regions, describe_layer
 
-__all__ = ["RegionMemory", "describe", "outline"]
+__all__ = ["RegionMemory", "describe", "layer_spec", "outline", "refuse_unproven"]
 
 
 _KINDS: dict[type[KVCacheSpec], GroupKind] = {
@@ -46,14 +46,16 @@ def describe(
     epoch: Epoch,
     tp_rank: int,
     tp_size: int,
+    device: str = "",
 ) -> tuple[CacheLayout, list[RegionMemory]]:
     """Describe the cache that vLLM allocated for this rank.
 
     `kv_caches` is what `register_kv_caches` hands over: one `[blocks, heads, states, content]` tensor a
-    layer. Region i of the layout is entry i of the memory. Raises LayoutError for anything whose
-    hand-off is not known to be right, naming it.
+    layer. `device`: where they would be, when they are only stand-ins on torch's `meta` device. Region i of
+    the layout is entry i of the memory. Raises LayoutError for anything whose hand-off is not known to be
+    right, naming it.
     """
-    _refuse_unproven(vllm_config)
+    refuse_unproven(vllm_config)
     engine = Engine(vllm_config, kv_cache_config.num_blocks, tp_size, Regions())
     own_storage = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     groups = tuple(
@@ -67,10 +69,14 @@ def describe(
         tp_size=tp_size,
         groups=groups,
         region_sizes_bytes=tuple(memory.size_bytes for memory in engine.regions.memory),
-        facts=collect_facts(vllm_config, kv_cache_config, kv_caches),
+        facts=collect_facts(vllm_config, kv_cache_config, device or _devices(engine.regions.memory)),
     )
     check_layout(layout)
     return layout, engine.regions.memory
+
+
+def _devices(memory: list[RegionMemory]) -> str:
+    return ", ".join(sorted({region.device for region in memory}))
 
 
 def outline(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Group, ...]:
@@ -78,7 +84,7 @@ def outline(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Gr
 
     Raises LayoutError as `describe` does for kinds of cache that are not known.
     """
-    _refuse_unproven(vllm_config)
+    refuse_unproven(vllm_config)
     own_storage = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     return tuple(
         _group_table(f"group {index}", group, own_storage, vllm_config)
@@ -86,7 +92,8 @@ def outline(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Gr
     )
 
 
-def _refuse_unproven(config: VllmConfig) -> None:
+def refuse_unproven(config: VllmConfig) -> None:
+    """Raise LayoutError for settings under which no hand-off has been shown to be right."""
     parallel, cache = config.parallel_config, config.cache_config
     for flag, value, allowed in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
@@ -113,7 +120,7 @@ def _group_table(where: str, group: KVCacheGroupSpec, own_storage: set[str], con
     owners = _owners(group, own_storage)
     if not owners:
         raise LayoutError(f"{where}: none of its layers {group.layer_names} has a cache tensor")
-    tables = {name: _table(f"{where}, layer {name!r}", _layer_spec(group, name), config) for name in owners}
+    tables = {name: _table(f"{where}, layer {name!r}", layer_spec(group, name), config) for name in owners}
     if len(set(tables.values())) > 1:
         raise LayoutError(f"{where}: its layers need different block tables: {tables}")
     kind, block_tokens, window_tokens, scratch_slots = tables[owners[0]]
@@ -138,11 +145,12 @@ def _group(
         return table
     owners = _owners(group, own_storage)
     _refuse_strangers(where, group, owners, kv_caches)
-    layers = [describe_layer(name, _layer_spec(group, name), kv_caches[name], engine) for name in owners]
+    layers = [describe_layer(name, layer_spec(group, name), kv_caches[name], engine) for name in owners]
     return msgspec.structs.replace(table, layers=tuple(layers))
 
 
-def _layer_spec(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
+def layer_spec(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
+    """The layer's own spec, where a group's layers have different ones."""
     spec = group.kv_cache_spec
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 

@@ -38,10 +38,11 @@ def mamba_groups(config: VllmConfig) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def collect_facts(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
-) -> dict[str, str]:
-    """Everything that two engines must agree on before their caches mean the same."""
+def collect_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, device: str) -> dict[str, str]:
+    """Everything that two engines must agree on before their caches mean the same.
+
+    `device`: where the cache is, as torch names device types.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     layers = [
         name
@@ -61,7 +62,7 @@ def collect_facts(
         "kv_cache_layout": cache.get_resolved_kv_cache_layout().name,
         "dcp": f"{parallel.decode_context_parallel_size} ranks, interleave "
         f"{parallel.cp_kv_cache_interleave_size}",
-        "device": ", ".join(sorted({kv_caches[name].device.type for name in layers if name in kv_caches})),
+        "device": device,
         "speculative": _speculative(config),
         "vllm_version": str(vllm_version),
         "stateferry_version": __version__,
@@ -71,7 +72,7 @@ def collect_facts(
         facts["conv_layout"] = get_conv_state_layout()
         facts["mamba_cache_mode"] = str(cache.mamba_cache_mode)
         facts["prompt_cut"] = "the producer computes all tokens but the last"
-    if "cpu" in facts["device"]:
+    if "cpu" in device:
         facts["cpu_packing"] = _cpu_packing(config, kv_cache_config)
     return facts
 

@@ -59,7 +59,7 @@ class Regions:
             self.memory.append(
                 RegionMemory(address, storage.nbytes(), tensor.device.type, tensor.device.index or 0, flat)
             )
-        return self._numbers[address], tensor.data_ptr() - address
+        return self._numbers[address], tensor.storage_offset() * tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ class StateFerryMetadata(KVConnectorMetadata):
 
 @dataclass
 class StateFerryHandshake(KVConnectorHandshakeMetadata):
-    """One worker's address, worker half to the producer's scheduler half, before any request."""
+    """One worker's address and cache, worker half to scheduler half, before any request."""
 
     address: RankAddress
+    layout: bytes
+    """Encoded, as the hand-shake sends it."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ import numpy as np
 from stateferry.config import Config
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
 from stateferry.ids import EngineId, RequestId, TransferId, new_epoch
+from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import Pieces
 from stateferry.session import Counters, Orders, Outcome, Report, Results
 from stateferry.testing.mutants import tamper
@@ -20,7 +21,6 @@ from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
 from stateferry.vllm.compat import KVConnectorTransferResults, vllm_version
 from stateferry.vllm.kv_cache import RegionMemory, describe
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
-from stateferry.wire import RankAddress
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._ferry: Ferry | None = None
-        self._address: RankAddress | None = None
+        self._handshake: StateFerryHandshake | None = None
         self._device = MemoryKind.CPU
         self._last_step = 0
         self._stranded = Results()
@@ -108,22 +108,23 @@ class WorkerHalf:
                 tamper=tamper if self._config.testing else None,
             )
         )
-        self._address = self._ferry.start()
+        address = self._ferry.start()
+        self._handshake = StateFerryHandshake(address, encode_layout(layout))
         logger.info(
             "rank %d of %d listens on %s:%d, epoch %d, transport %s, %d region(s), %.1f MiB",
             tp_rank,
             tp_size,
-            self._address.host,
-            self._address.port,
-            self._address.epoch,
+            address.host,
+            address.port,
+            address.epoch,
             name,
             len(memory),
             sum(r.size_bytes for r in memory) / 2**20,
         )
 
     def handshake(self) -> StateFerryHandshake | None:
-        """Where this worker listens."""
-        return StateFerryHandshake(self._address) if self._address is not None else None
+        """Where this worker listens and how its cache looks; None before the cache is registered."""
+        return self._handshake
 
     def take_orders(self, metadata: StateFerryMetadata) -> None:
         """Hand a step's orders to the ferry, once, however many hooks show them to us."""

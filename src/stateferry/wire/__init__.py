@@ -1,6 +1,13 @@
 """What engines say to each other, and what travels through the router. No sockets here."""
 
 from stateferry.wire.codec import MAX_MESSAGE_BYTES, decode_frames, decode_message, encode_message
+from stateferry.wire.description import (
+    DESCRIBE_PARAMS,
+    Description,
+    description_to_params,
+    is_describe,
+    parse_description,
+)
 from stateferry.wire.messages import (
     MAX_TEXT,
     PROTOCOL_VERSION,
@@ -28,12 +35,14 @@ from stateferry.wire.params import (
 )
 
 __all__ = [
+    "DESCRIBE_PARAMS",
     "MAX_MESSAGE_BYTES",
     "MAX_TEXT",
     "PROTOCOL_VERSION",
     "Claim",
     "ClaimAnswer",
     "Claimed",
+    "Description",
     "DigestAnswer",
     "DigestRequest",
     "Hello",
@@ -48,9 +57,12 @@ __all__ = [
     "Welcome",
     "decode_frames",
     "decode_message",
+    "description_to_params",
     "encode_message",
     "is_decode_leg",
+    "is_describe",
     "is_prefill_leg",
     "offer_to_params",
+    "parse_description",
     "parse_offer",
 ]

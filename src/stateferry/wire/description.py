@@ -1,0 +1,81 @@
+"""A describe request: an engine tells its caches' layouts instead of handing anything off.
+
+    asked      kv_transfer_params: {"stateferry": {"describe": true}}
+    answered   kv_transfer_params: {"stateferry": {"version": 1, "layouts": [base64 …],
+                                                   "ranks": [[host, port, epoch] …]}}
+
+One entry a rank, by tensor-parallel rank. A layout here is bytes, as `layout.fingerprint` encodes it.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from stateferry.errors import ProtocolError
+from stateferry.wire.params import PARAMS_VERSION, RankAddress, is_decode_leg, is_prefill_leg
+
+DESCRIBE_PARAMS: Mapping[str, Any] = {"stateferry": {"describe": True}}
+"""What a describe request sends as `kv_transfer_params`."""
+
+_MAX_RANKS = 4096
+
+
+class _Described(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    layouts: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=_MAX_RANKS)]
+    ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=_MAX_RANKS)]
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself. Parallel tuples, by tensor-parallel rank."""
+
+    layouts: tuple[bytes, ...]
+    """Encoded layouts; nothing has looked inside them yet."""
+    ranks: tuple[RankAddress, ...]
+
+
+def is_describe(params: Any) -> bool:
+    """Whether a request asks for the layouts and nothing else. Anything that is not exactly that is not."""
+    if not isinstance(params, Mapping) or is_prefill_leg(params) or is_decode_leg(params):
+        return False
+    ours = params.get("stateferry")
+    return isinstance(ours, Mapping) and ours.get("describe") is True
+
+
+def description_to_params(layouts: Sequence[bytes], ranks: Sequence[RankAddress]) -> dict[str, Any]:
+    """The dictionary that the answer to a describe request carries."""
+    return {
+        "stateferry": {
+            "version": PARAMS_VERSION,
+            "layouts": [base64.b64encode(layout).decode("ascii") for layout in layouts],
+            "ranks": [[r.host, r.port, r.epoch] for r in ranks],
+        }
+    }
+
+
+def parse_description(params: Any) -> Description:
+    """Read the answer to a describe request. Raises ProtocolError that says what is wrong with it."""
+    ours = params.get("stateferry") if isinstance(params, Mapping) else None
+    if not isinstance(ours, Mapping) or "layouts" not in ours:
+        raise ProtocolError(
+            "the answer has no 'stateferry.layouts': the engine runs without StateFerryConnector, or with "
+            "one that is too old to describe itself"
+        )
+    try:
+        read = msgspec.convert(ours, _Described)
+        layouts = tuple(base64.b64decode(text, validate=True) for text in read.layouts)
+    except (msgspec.ValidationError, binascii.Error, ValueError, TypeError, RecursionError) as e:
+        raise ProtocolError(f"the engine's description cannot be read: {e}") from e
+    if read.version != PARAMS_VERSION:
+        raise ProtocolError(
+            f"the engine's description has version {read.version}, this StateFerry reads {PARAMS_VERSION}: "
+            "install the same StateFerry here and there"
+        )
+    if len(layouts) != len(read.ranks):
+        raise ProtocolError(
+            f"the engine's description has {len(layouts)} layouts but {len(read.ranks)} addresses"
+        )
+    return Description(layouts=layouts, ranks=read.ranks)
