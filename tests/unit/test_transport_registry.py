@@ -21,7 +21,7 @@ from stateferry.transport.memory import MemoryTransport
     ("name", "kind", "chosen"),
     [
         ("auto", MemoryKind.CPU, "cma"),
-        ("auto", MemoryKind.CUDA, "nixl"),
+        ("auto", MemoryKind.CUDA, "cudaipc+nixl"),
         ("nixl", MemoryKind.CPU, "nixl"),
         ("nixl", MemoryKind.CUDA, "nixl"),
         ("cma", MemoryKind.CPU, "cma"),

@@ -2,10 +2,12 @@
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from stateferry.errors import ConfigError
 from stateferry.transport.base import MemoryKind, Transport, TransportOptions
+from stateferry.transport.preferred import PreferredTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ _TRANSPORTS = {
     "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
     "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH),
 }
-_AUTO = {MemoryKind.CPU: "cma", MemoryKind.CUDA: "nixl"}
+_AUTO = {MemoryKind.CPU: "cma", MemoryKind.CUDA: "cudaipc+nixl"}
+"""Names joined by `+` are tried in that order for every peer."""
 
 
 def transport_names() -> tuple[str, ...]:
@@ -49,11 +52,15 @@ def choose(name: str, memory_kind: MemoryKind) -> str:
 
 
 def create_transport(name: str, options: TransportOptions) -> Transport:
-    """Make a transport by name (not `auto`: see `choose`). It is used and closed by one thread.
+    """Make a transport by name, or by several names joined by `+`, of which each peer is read with the
+    first that reaches it (not `auto`: see `choose`). It is used and closed by one thread.
 
     Raises ConfigError for an unknown name, TransportUnavailable when its library is missing (the text
     names the pip extra) or does not start.
     """
+    if "+" in name:
+        several = name.split("+")
+        return PreferredTransport({one: partial(create_transport, one, options) for one in several})
     entry = _entry(name)
     maker = getattr(importlib.import_module(entry.module), entry.class_name)
     return cast(Transport, maker(options))
