@@ -44,8 +44,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One engine's settings. `docs/configuration.md` is this class as a table."""
 
     transport: TransportName = TransportName.AUTO
-    """What moves bytes. `auto`: `cma` for CPU caches; for CUDA `cudaipc` where it reaches the peer, else `nixl`. `faults` wraps one of them and
-    needs `testing`."""
+    """What moves bytes. `auto`: `cma` for CPU caches; for CUDA `cudaipc` where it reaches the peer, else
+    `nixl`. `faults` wraps one of them and needs `testing`."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
     """Address of this machine that peers dial."""
     bind_host: str = ""
