@@ -21,7 +21,7 @@ CHUNK_TOKENS = 1024
 START_TIMEOUT_S = 240.0
 
 
-def gate(transport: str, folder: Path, graphs: bool, full: bool) -> dict[str, Any]:
+def gate(transport: str, folder: Path, graphs: bool, full: bool, extra: list[str]) -> dict[str, Any]:
     """Start two engines, judge them, stop them."""
     devices = torch.cuda.device_count()
     with Stack(folder / "logs") as stack:
@@ -40,6 +40,9 @@ def gate(transport: str, folder: Path, graphs: bool, full: bool) -> dict[str, An
                         str(CHUNK_TOKENS),
                         "--gpu-memory-utilization",
                         "0.2",
+                        "--gdn-prefill-backend",
+                        "triton",  # FlashInfer's needs a package that is not everywhere
+                        *extra,
                     ),
                     env={"CUDA_VISIBLE_DEVICES": str(index % devices)},
                 )
@@ -64,11 +67,14 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs; default: eager")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("engine_arguments", nargs="*", help="passed to vLLM, after --")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     for transport in arguments.transport or ["cudaipc", "nixl"]:
         try:
-            result = gate(transport, arguments.output, arguments.graphs, arguments.full)
+            result = gate(
+                transport, arguments.output, arguments.graphs, arguments.full, arguments.engine_arguments
+            )
         except Exception:
             result = {"passed": False, "failures": [traceback.format_exc()]}
         (arguments.output / f"gate-{transport}.json").write_text(json.dumps(result, indent=2) + "\n")

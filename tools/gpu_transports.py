@@ -62,6 +62,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--transport", action="append", help="may be repeated; default: cudaipc and nixl")
+    parser.add_argument(
+        "--conformance", action="append", help="which of them to check, may be repeated; default: all of them"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
@@ -77,7 +80,7 @@ def main() -> None:
         },
         "conformance": {},
     }
-    for transport in transports:
+    for transport in arguments.conformance or transports:
         result["conformance"][transport] = conformance(transport, target_device)
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     try:
