@@ -5,7 +5,7 @@ import pytest
 
 from stateferry.errors import LayoutError
 from stateferry.layout.reference import meanings, units_held
-from stateferry.layout.shard import Interval, Overlap, copies, intervals, iter_tensors, overlaps
+from stateferry.layout.shard import Interval, Overlap, Turn, copies, intervals, iter_tensors, overlaps
 from stateferry.layout.spec import Part, PartRule
 from stateferry.testing.caches import Model, Tensor
 
@@ -33,11 +33,10 @@ def test_copies_are_counted(part: Part, size: int, count: int) -> None:
 def test_each_reader_of_a_copied_granule_has_its_own_source_where_there_are_enough() -> None:
     """Granule 0 of B lies on producer ranks 0 to 3, and consumer ranks 0 and 1 read it."""
     sources = [
-        [rank for rank in range(8) if overlaps((B,), reader, 4, rank, 8, spread=0)] for reader in range(4)
+        [rank for rank in range(8) if overlaps((B,), reader, 4, rank, 8, Turn(0, 2))] for reader in range(4)
     ]
     assert sources == [[0], [2], [4], [6]]
-    spread = [rank for rank in range(8) if overlaps((B,), 0, 4, rank, 8, spread=1)]
-    assert spread == [1]
+    assert [rank for rank in range(8) if overlaps((B,), 0, 4, rank, 8, Turn(1, 2))] == [1]
 
 
 def test_readers_share_sources_evenly_where_there_are_not_enough() -> None:
@@ -45,10 +44,17 @@ def test_readers_share_sources_evenly_where_there_are_not_enough() -> None:
     assert sources == [[0]] * 4 + [[1]] * 4
 
 
-def test_equal_ranks_read_themselves_whatever_the_spread() -> None:
-    for spread in range(5):
+def test_equal_ranks_read_themselves_whatever_the_turn() -> None:
+    for turn in (Turn(layer, 5, group) for layer in range(5) for group in range(2)):
         for rank in range(4):
-            assert [r for r in range(4) if overlaps((X, B, ALL), rank, 4, r, 4, spread)] == [rank]
+            assert [r for r in range(4) if overlaps((X, B, ALL), rank, 4, r, 4, turn)] == [rank]
+
+
+def test_layers_that_follow_each_other_take_the_same_copy_and_groups_begin_elsewhere() -> None:
+    assert [Turn(layer, 6).among(3) for layer in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [Turn(layer, 6, group=2).among(3) for layer in range(6)] == [2, 2, 0, 0, 1, 1]
+    assert [Turn(0, 1, group).among(3) for group in range(4)] == [0, 1, 2, 0]
+    assert [Turn(layer, 3).among(1) for layer in range(3)] == [0, 0, 0]
 
 
 def test_overlap_is_where_both_hold_the_same_units() -> None:

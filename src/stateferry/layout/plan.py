@@ -12,8 +12,8 @@ import numpy.typing as npt
 from stateferry.errors import LayoutError
 from stateferry.layout.blocks import adjacent, concatenate
 from stateferry.layout.fingerprint import compare_shapes
-from stateferry.layout.shard import Overlap, overlaps, tensor_parts
-from stateferry.layout.spec import CacheLayout, CacheTensor, Group, Int64Array, Pieces
+from stateferry.layout.shard import Overlap, Turn, overlaps, tensor_parts
+from stateferry.layout.spec import CacheLayout, CacheTensor, Int64Array, Pieces
 
 SEVERAL = -1
 """Label of a strip that was merged from more than one layer or tensor."""
@@ -142,28 +142,24 @@ def make_plan(consumer: CacheLayout, producer: CacheLayout, merge: bool = True) 
 
     With `merge`, strips that are adjacent on both sides in every block are one, whatever tensors and
     layers they belong to. Without, every strip belongs to one tensor and they come in the order
-    layer, tensor, unit. Raises LayoutMismatch when the two do not describe the same cache, LayoutError
+    layer, tensor, place. Raises LayoutMismatch when the two do not describe the same cache, LayoutError
     when this pair of tensor-parallel sizes cannot be planned.
     """
     compare_shapes(consumer, producer)
     return Plan(
-        tuple(
-            _group_strips(consumer, producer, ours, theirs, merge)
-            for ours, theirs in zip(consumer.groups, producer.groups, strict=True)
-        )
+        tuple(_group_strips(consumer, producer, index, merge) for index in range(len(consumer.groups)))
     )
 
 
-def _group_strips(
-    consumer: CacheLayout, producer: CacheLayout, ours: Group, theirs: Group, merge: bool
-) -> GroupStrips:
+def _group_strips(consumer: CacheLayout, producer: CacheLayout, group: int, merge: bool) -> GroupStrips:
+    ours, theirs = consumer.groups[group], producer.groups[group]
     rows: list[Int64Array] = []
     local_counts, remote_counts = [], []
     pairs = zip(ours.layers, theirs.layers, strict=True) if ours.transfers else ()
     for layer, (our_layer, their_layer) in enumerate(pairs):
         for index, (mine, its) in enumerate(zip(our_layer.tensors, their_layer.tensors, strict=True)):
             where = f"layer {our_layer.name!r}, tensor {mine.name!r}"
-            shared = _tensor_overlaps(consumer, producer, mine, where, spread=layer)
+            shared = _tensor_overlaps(consumer, producer, mine, where, Turn(layer, len(ours.layers), group))
             local, remote, sizes = tensor_strips(mine, its, shared)
             labels = (
                 mine.region,
@@ -198,7 +194,7 @@ def _group_strips(
 
 
 def _tensor_overlaps(
-    consumer: CacheLayout, producer: CacheLayout, tensor: CacheTensor, where: str, spread: int
+    consumer: CacheLayout, producer: CacheLayout, tensor: CacheTensor, where: str, turn: Turn
 ) -> tuple[Overlap, ...]:
     try:
         return overlaps(
@@ -207,19 +203,20 @@ def _tensor_overlaps(
             consumer.tp_size,
             producer.tp_rank,
             producer.tp_size,
-            spread,
+            turn,
         )
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from error
 
 
 def tensor_strips(local: CacheTensor, remote: CacheTensor, shared: tuple[Overlap, ...]) -> _Offsets:
-    """Strips of one tensor inside a block, in unit order, joined where adjacent on both sides."""
+    """Strips of one tensor inside a block, as they lie there, joined where adjacent on both sides."""
     if not shared:
         empty = np.empty(0, np.int64)
         return empty, empty, empty
     strips = np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([local.unit_bytes], np.int64)
-    for depth in reversed(range(len(local.loops))):
+    # From the innermost loop in memory outwards, whatever their order: so neighbours meet and are joined.
+    for depth in sorted(range(len(local.loops)), key=lambda d: (local.loops[d].stride_bytes, -d)):
         ours, theirs = local.loops[depth], remote.loops[depth]
         whole = (Overlap(local=0, remote=0, size=ours.count),)
         parts = [

@@ -7,6 +7,7 @@ same run. SPLIT has a granule per unit and one copy; REPLICATED one granule and 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from stateferry.errors import LayoutError
 from stateferry.layout.spec import CacheLayout, CacheTensor, Part, PartRule
@@ -38,6 +39,23 @@ class Overlap:
     remote: int
     """First unit, on the producer rank's axis."""
     size: int
+
+
+class Turn(NamedTuple):
+    """Where a layer stands among the others: decides which of several copies it is read from."""
+
+    layer: int = 0
+    layers: int = 1
+    """How many there are in its group."""
+    group: int = 0
+
+    def among(self, copies: int) -> int:
+        """Which of so many. Neighbouring layers take the same one, so that their pages stay one read;
+        groups begin with different ones, so that groups of few layers do not all ask the first."""
+        return (self.layer * copies // self.layers + self.group) % copies
+
+
+FIRST = Turn()
 
 
 def _granules(part: Part) -> int:
@@ -90,13 +108,12 @@ def intervals(parts: tuple[Part, ...], rank: int, tp_size: int) -> tuple[Interva
     return tuple(found)
 
 
-def _chosen_copy(consumer_rank: int, readers: int, holders: int, spread: int) -> int:
+def _chosen_copy(consumer_rank: int, readers: int, holders: int, turn: Turn) -> int:
     """Which of `holders` copies the consumer rank reads, when `readers` neighbouring consumer ranks
     want the same units. The same position among both at equal counts; else as even as can be."""
     position = consumer_rank % readers
     first = position * holders // readers
-    width = max(1, (position + 1) * holders // readers - first)
-    return first + spread % width
+    return first + turn.among(max(1, (position + 1) * holders // readers - first))
 
 
 @lru_cache(maxsize=65536)
@@ -106,19 +123,19 @@ def overlaps(
     consumer_size: int,
     producer_rank: int,
     producer_size: int,
-    spread: int = 0,
+    turn: Turn = FIRST,
 ) -> tuple[Overlap, ...]:
     """What the consumer rank reads from this producer rank, in the order of the parts.
 
-    Over all producer ranks, each unit that the consumer rank holds comes up exactly once. `spread`
-    (a layer's number) picks among producer ranks that hold copies, so that none is the only source.
+    Over all producer ranks, each unit that the consumer rank holds comes up exactly once. `turn` picks
+    among producer ranks that hold copies, so that none is the only source.
     """
     ours = intervals(parts, consumer_rank, consumer_size)
     theirs = intervals(parts, producer_rank, producer_size)
     found: list[Overlap] = []
     for part, mine, its in zip(parts, ours, theirs, strict=True):
         readers, holders = copies(part, consumer_size), copies(part, producer_size)
-        if producer_rank % holders != _chosen_copy(consumer_rank, readers, holders, spread):
+        if producer_rank % holders != _chosen_copy(consumer_rank, readers, holders, turn):
             continue
         start = max(mine.start, its.start)
         end = min(mine.start + mine.size, its.start + its.size)
@@ -156,14 +173,14 @@ def producer_ranks_to_read(consumer: CacheLayout, producer_size: int) -> tuple[i
     if producer_size == size:
         return (mine,)
     ranks: set[int] = set()
-    for group in consumer.groups:
+    for index, group in enumerate(consumer.groups):
         for number, layer in enumerate(group.layers if group.transfers else ()):
-            for tensor in layer.tensors:
-                parts = tensor_parts(tensor)
+            turn = Turn(number, len(group.layers), index)
+            for parts in {tensor_parts(tensor) for tensor in layer.tensors}:
                 ranks.update(
                     rank
                     for rank in range(producer_size)
-                    if overlaps(parts, mine, size, rank, producer_size, number)
+                    if overlaps(parts, mine, size, rank, producer_size, turn)
                 )
     return tuple(sorted(ranks))
 
