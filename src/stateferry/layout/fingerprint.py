@@ -100,6 +100,10 @@ def compare_shapes(ours: CacheLayout, theirs: CacheLayout) -> None:
         _compare_group(name, mine, its)
         for layer, peer in zip(mine.layers, its.layers, strict=True):
             where = f"{name}.{layer.name}"
+            if ours.tp_size != theirs.tp_size:
+                for tensor in (*layer.tensors, *peer.tensors):
+                    if tensor.opaque:  # before names and sizes, which differ for this very reason
+                        _differ(f"{where}.{tensor.name}.tp_size", ours.tp_size, theirs.tp_size)
             _equal(f"{where}.tensors", [t.name for t in layer.tensors], [t.name for t in peer.tensors])
             for tensor, other in zip(layer.tensors, peer.tensors, strict=True):
                 if tensor.opaque and other.opaque:
