@@ -12,16 +12,38 @@ from stateferry.bench.added_latency import (
     started_arms,
 )
 from stateferry.bench.figures import percentile
+from stateferry.bench.plan import (
+    APPLY_TARGET_MS,
+    CASES,
+    FIRST_PLAN_TARGET_MS,
+    IN_A_ROW,
+    PROMPT_TOKENS,
+    SCATTERED,
+    UNMERGED,
+    Case,
+    Measured,
+    measure_plans,
+)
 
 __all__ = [
+    "APPLY_TARGET_MS",
+    "CASES",
+    "FIRST_PLAN_TARGET_MS",
+    "IN_A_ROW",
     "IN_TREE",
     "MAX_TOKENS",
     "MIN_TOKENS",
     "ONE_ENGINE",
+    "PROMPT_TOKENS",
+    "SCATTERED",
+    "UNMERGED",
     "Arm",
+    "Case",
+    "Measured",
     "Result",
     "Times",
     "measure",
+    "measure_plans",
     "percentile",
     "started_arms",
 ]

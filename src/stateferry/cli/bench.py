@@ -1,6 +1,7 @@
 """`stateferry bench`: numbers, with the arms interleaved in one run."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -11,7 +12,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stateferry.bench import MAX_TOKENS, MIN_TOKENS, ONE_ENGINE, measure, started_arms
+from stateferry.bench import (
+    APPLY_TARGET_MS,
+    FIRST_PLAN_TARGET_MS,
+    IN_A_ROW,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    ONE_ENGINE,
+    SCATTERED,
+    UNMERGED,
+    Measured,
+    measure,
+    measure_plans,
+    started_arms,
+)
 from stateferry.cli.starting import shown_progress
 from stateferry.errors import ConfigError
 from stateferry.models import RECALL_GDN
@@ -20,11 +34,6 @@ from stateferry.stack.host import commit, host_facts
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, with every arm in the same run.")
 
 TRANSPORTS = ("cma", "nixl")
-
-
-@bench_app.callback()
-def _several_benches() -> None:
-    """Keeps the name of a bench part of the command while there is only one."""
 
 
 @bench_app.command("added-latency")
@@ -75,3 +84,52 @@ def added_latency(
         }
         rounds = {"lengths": result.lengths, **{name: asdict(t) for name, t in result.arms.items()}}
         print(json.dumps({"bench": "added-latency", "arms": summary, "rounds": rounds, **facts}))
+
+
+@bench_app.command("plan")
+def plan(
+    rounds: Annotated[int, typer.Option(help="Times that every arm runs.", min=5)] = 15,
+    seed: Annotated[int, typer.Option(help="Of block ids and of the order of the arms.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Time to plan a pair of ranks, and to lay the plan over a request, for Kimi-Linear and Kimi-K3.
+
+    Needs no engine and no memory for caches. Takes seconds.
+    """
+    screen = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen) as progress:
+        task = progress.add_task("rounds", total=rounds)
+        measured = measure_plans(
+            rounds=rounds, seed=seed, on_round=lambda n: progress.update(task, completed=n)
+        )
+    console = screen if json_output else Console()
+    for table in _plan_tables(measured):
+        console.print(table)
+    if json_output:
+        facts = {"host": host_facts(), "commit": commit(), "date": date.today().isoformat(), "seed": seed}
+        targets = {"apply_ms": APPLY_TARGET_MS, "first_plan_ms": FIRST_PLAN_TARGET_MS}
+        cases = [result.summary() for result in measured]
+        print(json.dumps({"bench": "plan", "rounds": rounds, "targets": targets, "cases": cases, **facts}))
+
+
+def _plan_tables(measured: Sequence[Measured]) -> list[Table]:
+    first = Table(title=f"First plan of a pair of ranks, ms (target: {FIRST_PLAN_TARGET_MS:g})")
+    for column in ("engines", "registered regions", "tensors", "median", "90th percentile", "worst"):
+        first.add_column(column, justify="left" if column == "engines" else "right")
+    applied = Table(title=f"One request on one consumer rank, ms (target at 131,072: {APPLY_TARGET_MS:g})")
+    columns = ("engines", "tokens", "pieces unmerged", "scattered", "in a row")
+    for column in (*columns, "unmerged", "scattered", "in a row", "worst merged"):
+        applied.add_column(column, justify="left" if column == "engines" else "right")
+    for result in measured:
+        summary = result.summary()
+        figures = (f"{summary['first_plan_ms'][name]:.2f}" for name in ("median", "p90", "worst"))
+        first.add_row(result.case.name, str(result.regions), str(result.tensors), *figures)
+        rows = {(row["tokens"], row["arm"]): row for row in summary["apply"]}
+        for tokens in dict.fromkeys(tokens for tokens, _ in rows):
+            arms = [rows[tokens, arm] for arm in (UNMERGED, SCATTERED, IN_A_ROW)]
+            pieces = (f"{row['pieces']:,}" for row in arms)
+            medians = (f"{row['ms']['median']:.3f}" for row in arms)
+            worst = max(row["ms"]["worst"] for row in arms[1:])
+            applied.add_row(result.case.name, f"{tokens:,}", *pieces, *medians, f"{worst:.3f}")
+    return [first, applied]
