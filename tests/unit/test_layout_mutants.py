@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
+from stateferry.layout import plan
 from stateferry.layout.blocks import concatenate, take
 from stateferry.layout.plan import make_plan
 from stateferry.layout.reference import faults, meanings
@@ -75,3 +77,48 @@ def test_the_reference_catches_copies_read_from_every_rank() -> None:
     reads = read_all(consumer, producers, [1], [2])
     reads[1] = reads[0]
     assert faults(consumer, producers, 0, [1], [2], reads)
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_the_reference_catches_strips_joined_over_regions(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that would touch if they lay in the same region do not when one lies in another."""
+    model = Model(((Tensor("a", (4,)),),) * 4)
+    plain, scattered = model.layout(0, 1), model.layout(0, 1)
+    group = scattered.groups[0]
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            tensors=tuple(msgspec.structs.replace(tensor, region=number // 2) for tensor in layer.tensors),
+        )
+        for number, layer in enumerate(group.layers)
+    )
+    scattered = msgspec.structs.replace(
+        scattered,
+        groups=(msgspec.structs.replace(group, layers=layers),),
+        region_sizes_bytes=plain.region_sizes_bytes * 2,
+    )
+    # One block in the pool: layers follow each other without a gap.
+    ours, theirs = (scattered, plain) if side == "ours" else (plain, scattered)
+    ours, theirs = one_block(ours), one_block(theirs)
+    reads = {0: make_plan(ours, theirs).pieces(0, [0], [0])}
+    assert faults(ours, [theirs], 0, [0], [0], reads) == []
+    right = plan.adjacent
+    monkeypatch.setattr(plan, "adjacent", lambda labels, *arrays: right((), *arrays))
+    reads = {0: make_plan(ours, theirs).pieces(0, [0], [0])}
+    assert faults(ours, [theirs], 0, [0], [0], reads)
+
+
+def one_block(layout: CacheLayout) -> CacheLayout:
+    """The layout with one block of 4 bytes a layer, layer after layer."""
+    group = layout.groups[0]
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            tensors=tuple(
+                msgspec.structs.replace(tensor, block_count=1, offset_bytes=4 * number)
+                for tensor in layer.tensors
+            ),
+        )
+        for number, layer in enumerate(group.layers)
+    )
+    return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(group, layers=layers),))

@@ -213,11 +213,11 @@ def test_copies_are_read_from_all_producer_ranks_in_turn() -> None:
     assert producer_ranks_to_read(consumer, 8) == tuple(range(8))
 
 
-def memory_of(layout: CacheLayout, values: dict[object, int]) -> np.ndarray:
-    """Region 0 with the value of each byte's meaning; `values` grows as meanings are met."""
-    memory = np.zeros(layout.region_sizes_bytes[0], np.uint16)
-    for (_, offset), meaning in meanings(layout, 0, range(5)).items():
-        memory[offset] = values.setdefault(meaning, len(values) + 1)
+def memory_of(layout: CacheLayout, values: dict[object, int]) -> list[np.ndarray]:
+    """Each region with the value of each byte's meaning; `values` grows as meanings are met."""
+    memory = [np.zeros(size, np.uint16) for size in layout.region_sizes_bytes]
+    for (region, offset), meaning in meanings(layout, 0, range(5)).items():
+        memory[region][offset] = values.setdefault(meaning, len(values) + 1)
     return memory
 
 
@@ -228,15 +228,17 @@ def test_gather_of_scatter_is_the_unsharded_state(name: str, size: int) -> None:
     model = Model((NAMED[name],))
     producers = [model.layout(r, size, seed=1) for r in range(size)]
     values: dict[object, int] = {}
-    whole = model.layout(0, 1)
+    whole = model.layout(0, 1, seed=4)
     expected = memory_of(whole, values)
-    gathered = np.zeros_like(expected)
+    gathered = [np.zeros_like(region) for region in expected]
     for producer in producers:
         source = memory_of(producer, values)
         pieces = make_plan(whole, producer).pieces(0, list(range(5)), list(range(5)))
-        for lo, ro, n in zip(pieces.local_offsets, pieces.remote_offsets, pieces.sizes, strict=True):
-            gathered[lo : lo + n] = source[ro : ro + n]
-    assert np.array_equal(gathered, expected)
+        local = zip(pieces.local_regions, pieces.local_offsets, strict=True)
+        remote = zip(pieces.remote_regions, pieces.remote_offsets, strict=True)
+        for (lr, lo), (rr, ro), n in zip(local, remote, pieces.sizes, strict=True):
+            gathered[lr][lo : lo + n] = source[rr][ro : ro + n]
+    assert all(np.array_equal(ours, right) for ours, right in zip(gathered, expected, strict=True))
 
 
 def test_two_heads_on_three_ranks_are_refused() -> None:

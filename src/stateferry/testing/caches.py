@@ -28,10 +28,11 @@ class Model:
     kind: GroupKind = GroupKind.STATE
 
     def layout(self, rank: int, size: int, seed: int = 0, blocks: int = 5) -> CacheLayout:
-        """This model's cache on rank `rank` of `size`, `blocks` blocks of 4 tokens in one region.
+        """This model's cache on rank `rank` of `size`, `blocks` blocks of 4 tokens.
 
-        Seed 0 is plain: layers outermost, no gaps, dimensions in their order. Other seeds draw all that,
-        gaps and order of layers anew for each rank, the rest once for all ranks of an engine.
+        Seed 0 is plain: layers outermost, no gaps, dimensions in their order, one region. Other seeds draw
+        all that; gaps, order of layers and which of two regions holds a layer anew for each rank, the rest
+        once for all ranks of an engine.
         """
         engine = random.Random(seed)
         own = random.Random(f"{seed} {rank}")
@@ -46,6 +47,7 @@ class Model:
         for number in order:
             offsets[number] = end
             end += pages[number][1] * (1 if block_outermost else blocks)
+        regions = [own.randrange(2) if seed else 0 for _ in pages]
         packed = sum(page_bytes for _, page_bytes in pages)
         layers = tuple(
             LayerCache(
@@ -53,6 +55,7 @@ class Model:
                 tensors=tuple(
                     msgspec.structs.replace(
                         tensor,
+                        region=regions[number],
                         offset_bytes=offsets[number] + tensor.offset_bytes,
                         block_stride_bytes=packed if block_outermost else page_bytes,
                         block_count=blocks,
@@ -62,13 +65,14 @@ class Model:
             )
             for number, (tensors, page_bytes) in enumerate(pages)
         )
+        region_bytes = end + packed * (blocks - 1) if block_outermost else end
         layout = CacheLayout(
             engine_id=EngineId("made-up"),
             epoch=Epoch(1),
             tp_rank=rank,
             tp_size=size,
             groups=(Group(kind=self.kind, block_tokens=4, layers=layers),),
-            region_sizes_bytes=(end + packed * (blocks - 1) if block_outermost else end,),
+            region_sizes_bytes=(region_bytes,) * (2 if seed else 1),
             facts={},
         )
         check_layout(layout)
