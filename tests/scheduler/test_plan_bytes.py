@@ -24,6 +24,12 @@ from kv_caches import (
 )
 from plan_cases import ATTENTION, FP32, MLA, PAIRS, STATES, attention
 from plan_engines import Engines
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
+    _make_fused_conv1d_weight_loader as kimi_loader,
+)
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
+    _make_fused_conv1d_weight_loader as olmo_loader,
+)
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
@@ -167,6 +173,23 @@ def test_the_unsharded_model_is_cut_as_the_loader_of_gated_delta_net_cuts_it(siz
         settings = [(key, 0, False), (key, 0, False), (value, 0, False)]
         mamba_v2_sharded_weight_loader(settings, size, rank)(mine, channels)
         assert mine[:, 0].tolist() == layer.tensors[0].held(rank, size, 1).ravel().tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("loader", [kimi_loader, olmo_loader], ids=["Kimi", "Olmo"])
+def test_the_unsharded_model_is_cut_as_the_loaders_of_separate_convolutions_cut_it(
+    loader: Callable[..., Any], size: int
+) -> None:
+    """Q, K and V come apart in the checkpoint and lie in one weight, and one state, on each rank."""
+    dims = [8, 8, 24]
+    layer = unsharded.gated_delta(4, 8, 2, 3, 1, True, (1, 1))
+    whole = torch.arange(1, sum(dims) + 1).split(dims)
+    for rank in range(size):
+        mine = torch.zeros((sum(dims) // size, 1, 1), dtype=torch.int64)
+        load = loader(dims, size, rank)
+        for number, part in enumerate(whole):
+            load(mine, part[:, None, None], number)
+        assert mine.ravel().tolist() == layer.tensors[0].held(rank, size, 1).ravel().tolist()
 
 
 def _blind(parts: tuple[Part, ...], *ranks: Any) -> Any:

@@ -5,7 +5,7 @@ caches and the planner are both under test. `layout/reference.py` judges the pla
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.unit.cache_kinds import (
     EQUAL_ONLY,
@@ -30,24 +30,21 @@ from stateferry.testing.unsharded import FLASH, Attention
 
 @pytest.mark.parametrize("kind", [*KINDS, *EQUAL_ONLY])
 def test_every_byte_of_a_random_cache_arrives_once_and_right(kind: str) -> None:
-    @settings(max_examples=20, deadline=None, database=None)
+    prove(kind, tuple(Phase))
+
+
+def prove(kind: str, phases: tuple[Phase, ...]) -> None:
+    """Random caches of this kind."""
+
+    @settings(max_examples=16, deadline=None, database=None, phases=phases)
     @given(handovers(kind), st.booleans(), st.data())
     def check(case: Handover, merge: bool, data: st.DataObject) -> None:
         rank = data.draw(st.integers(0, case.consumer_size - 1))
         reads = case.reads(rank, lambda ours, theirs: make_plan(ours, theirs, merge=merge))
         assert case.wrong_bytes(rank, reads) == []
         assert case.wrong_bytes(rank, case.reads(rank, in_runs=True)) == []
-        assert (
-            faults(
-                case.consumer(rank),
-                case.producers(),
-                case.group,
-                case.local_blocks,
-                case.remote_blocks,
-                reads,
-            )
-            == []
-        )
+        layouts, blocks = (case.consumer(rank), case.producers()), (case.local_blocks, case.remote_blocks)
+        assert faults(*layouts, case.group, *blocks, reads) == []
         _only_ranks_that_were_claimed(case, rank)
 
     check()

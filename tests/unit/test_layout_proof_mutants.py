@@ -9,22 +9,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
-import msgspec
-import numpy as np
 import pytest
+from hypothesis import Phase
+from tests.unit import planner_mutants as mutants
+from tests.unit import test_layout_defects as defects
+from tests.unit import test_layout_kimi as kimi
+from tests.unit import test_layout_proof as proof
 from tests.unit.cache_kinds import fixed, fixed_handover, uneven_loads
 
 from stateferry.errors import LayoutError
-from stateferry.layout import plan, shard
+from stateferry.layout import shard
 from stateferry.layout.reference import faults
-from stateferry.layout.spec import Part, PartRule
-from stateferry.testing import packed
-from stateferry.vllm import kv_tables
+from stateferry.testing.unsharded import short_convolution
 
 PAIRS = ((2, 1), (1, 2), (4, 2))
-UNITS = 4
-
-Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,7 @@ def noticed(in_runs: bool = False) -> tuple[set[str], set[str]]:
     shard.overlaps.cache_clear()
     by_bytes, by_reference = set(), set()
     for dim_first, kind, (ours, theirs) in product((True, False), fixed(True), PAIRS):
-        case = fixed_handover(kind, ours, theirs, dim_first, UNITS)
+        case = fixed_handover(kind, ours, theirs, dim_first, mutants.UNITS)
         case = replace(case, local_blocks=[1, 2], remote_blocks=[2, 3])
         blocks = case.local_blocks, case.remote_blocks
         try:
@@ -61,102 +59,26 @@ def test_nothing_is_wrong_without_a_mutant() -> None:
     assert noticed(in_runs=True) == (set(), set())
 
 
-def _blind(patch: pytest.MonkeyPatch) -> None:
-    """All parts of an axis as one: what cuts a Q|K|V page into equal stretches does."""
-    right = shard.overlaps
-
-    def one_part(parts: tuple[Part, ...], *ranks: int, **more: int):  # type: ignore[no-untyped-def]
-        size = sum(part.size for part in parts)
-        whole = (Part(name="all", size=size, rule=PartRule.SPLIT),)
-        return right(whole if size % UNITS == 0 else parts, *ranks, **more)
-
-    patch.setattr(plan, "overlaps", one_part)
-
-
-def _groups_split_though_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "copies", lambda part, tp_size: 1)
-
-
-def _only_two_states(patch: pytest.MonkeyPatch) -> None:
-    right = plan.tensor_strips
-    beyond = ("record", "ring", "conv_v", "conv_k")
-
-    def of_two(local, remote, shared):  # type: ignore[no-untyped-def]
-        return right(local, remote, () if local.name.startswith(beyond) else shared)
-
-    patch.setattr(plan, "tensor_strips", of_two)
-
-
-def _first_part_only(patch: pytest.MonkeyPatch) -> None:
-    right = shard.overlaps
-    patch.setattr(plan, "overlaps", lambda *args: right(*args)[:1])
-
-
-def _one_unit_late(patch: pytest.MonkeyPatch) -> None:
-    right = shard.overlaps
-    patch.setattr(
-        plan, "overlaps", lambda *args: tuple(replace(o, remote=max(0, o.remote - 1)) for o in right(*args))
-    )
-
-
-class _Any:
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-def _every_copy_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "_chosen_copy", lambda *args: _Any())
-
-
-def _no_copy_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "_chosen_copy", lambda reader, readers, holders, turn: holders - 1 + reader)
-
-
-def _our_strides_on_both_sides(patch: pytest.MonkeyPatch) -> None:
-    right = plan._repeated
-    patch.setattr(plan, "_repeated", lambda strips, span, ours, theirs: right(strips, span, ours, ours))
-
-
-def _joined_though_apart_at_the_source(patch: pytest.MonkeyPatch) -> None:
-    right = plan.adjacent
-    patch.setattr(plan, "adjacent", lambda labels, local, remote, sizes: right(labels, local, local, sizes))
-
-
-def _our_block_stride_on_both_sides(patch: pytest.MonkeyPatch) -> None:
-    right = plan._pieces_of
-
-    def mixed(strips, local, remote, lengths):  # type: ignore[no-untyped-def]
-        return right(replace(strips, remote_strides=strips.local_strides), local, remote, lengths)
-
-    patch.setattr(plan, "_pieces_of", mixed)
-
-
-def _runs_of_blocks_that_do_not_touch(patch: pytest.MonkeyPatch) -> None:
-    right = plan.adjacent
-
-    def any_run(labels, local, remote, sizes):  # type: ignore[no-untyped-def]
-        return right(labels, local, remote, sizes) if labels else np.zeros(1, np.int64)
-
-    patch.setattr(plan, "adjacent", any_run)
-
-
-PLANNER: dict[str, tuple[Patch, set[str]]] = {
-    "pages are cut blindly": (_blind, {"gated delta net", "kda", "mamba 2, groups split"}),
-    "copied groups are split": (_groups_split_though_copied, {"mamba 2, one group on all ranks", "latents"}),
+PLANNER: dict[str, tuple[mutants.Patch, set[str]]] = {
+    "pages are cut blindly": (mutants.blind, {"gated delta net", "kda", "mamba 2, groups split"}),
+    "copied groups are split": (
+        mutants.groups_split_though_copied,
+        {"mamba 2, one group on all ranks", "latents"},
+    ),
     "states beyond the second are dropped": (
-        _only_two_states,
+        mutants.only_two_states,
         {"kda in four tensors", "gated delta net with records", "mamba 2 with a replay ring"},
     ),
-    "only the first part": (_first_part_only, {"gated delta net", "mamba 2, one group on all ranks"}),
-    "one unit early at the source": (_one_unit_late, {"mamba 1", "attention", "linear attention"}),
-    "every copy is read": (_every_copy_read, {"latents", "state on every rank"}),
-    "no copy is read": (_no_copy_read, {"latents", "attention, one head on all ranks"}),
-    "our strides on both sides": (_our_strides_on_both_sides, {"attention", "gated delta net"}),
+    "only the first part": (mutants.first_part_only, {"gated delta net", "mamba 2, one group on all ranks"}),
+    "one unit early at the source": (mutants.one_unit_late, {"mamba 1", "attention", "linear attention"}),
+    "every copy is read": (mutants.every_copy_read, {"latents", "state on every rank"}),
+    "no copy is read": (mutants.no_copy_read, {"latents", "attention, one head on all ranks"}),
+    "our strides on both sides": (mutants.our_strides_on_both_sides, {"attention", "gated delta net"}),
     "joined though apart at the source": (
-        _joined_though_apart_at_the_source,
+        mutants.joined_though_apart_at_the_source,
         {"gated delta net", "attention"},
     ),
-    "our block stride on both sides": (_our_block_stride_on_both_sides, set(fixed(True))),
+    "our block stride on both sides": (mutants.our_block_stride_on_both_sides, set(fixed(True))),
 }
 """Mutant -> how to break it, and the kinds that must at least be noticed."""
 
@@ -171,72 +93,29 @@ def test_both_proofs_notice_a_broken_planner(name: str, monkeypatch: pytest.Monk
 
 
 def test_runs_of_blocks_are_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    _runs_of_blocks_that_do_not_touch(monkeypatch)
+    mutants.runs_of_blocks_that_do_not_touch(monkeypatch)
     by_bytes, by_reference = noticed(in_runs=True)
     assert by_bytes
     assert by_bytes == by_reference
 
 
-def _channels_and_window_exchanged(patch: pytest.MonkeyPatch) -> None:
-    right = packed.state_axes
-
-    def exchanged(mamba_type, replicated, states):  # type: ignore[no-untyped-def]
-        axes = right(mamba_type, replicated, states)
-        return [
-            replace(a, dim=1 - a.dim) if a.name == "conv" and len(states.shapes[0]) == 2 and a.dim is not None
-            else a
-            for a in axes
-        ]  # fmt: skip
-
-    patch.setattr(packed, "state_axes", exchanged)
-
-
-def _parts_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    right = kv_tables.StateShapes.conv
-    patch.setattr(kv_tables.StateShapes, "conv", lambda self, name, *parts: right(self, name, *parts[::-1]))
-
-
-def _groups_never_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_tables, "_mamba2_groups", lambda local, states: local * states.tp_size)
-
-
-def _every_state_on_all_ranks(patch: pytest.MonkeyPatch) -> None:
-    right = packed.state_axes
-    patch.setattr(packed, "state_axes", lambda mamba_type, _, states: right(mamba_type, True, states))
-
-
-def _heads_taken_as_dense(patch: pytest.MonkeyPatch) -> None:
-    right = packed.attention_axis
-    patch.setattr(packed, "attention_axis", lambda *args: replace(right(*args), strided=False, dim=2))
-
-
-def _heads_never_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(packed, "total_kv_heads", lambda local, tp_size, configured: local * tp_size)
-
-
-def _units_of_another_state(patch: pytest.MonkeyPatch) -> None:
-    """Every state as if it began where the page does."""
-    right = packed.Packed._tensors
-
-    def at_the_start(self, *args):  # type: ignore[no-untyped-def]
-        first, *rest = right(self, *args)
-        moved = (msgspec.structs.replace(tensor, offset_bytes=first.offset_bytes) for tensor in rest)
-        return (first, *moved)
-
-    patch.setattr(packed.Packed, "_tensors", at_the_start)
-
-
-TABLES: dict[str, tuple[Patch, set[str]]] = {
-    "channels and window exchanged": (_channels_and_window_exchanged, {"short convolution", "mamba 1"}),
+TABLES: dict[str, tuple[mutants.Patch, set[str]]] = {
+    "channels and window exchanged": (
+        mutants.channels_and_window_exchanged,
+        {"short convolution", "mamba 1"},
+    ),
     "parts in another order": (
-        _parts_in_another_order,
+        mutants.parts_in_another_order,
         {"gated delta net", "mamba 2, one group on all ranks", "mamba 2, groups split"},
     ),
-    "groups never copied": (_groups_never_copied, {"mamba 2, one group on all ranks"}),
-    "every state on all ranks": (_every_state_on_all_ranks, {"mamba 1", "kda", "linear attention"}),
-    "heads taken for tokens": (_heads_taken_as_dense, {"attention"}),
-    "heads never copied": (_heads_never_copied, {"attention, one head on all ranks"}),
-    "states begin where the page does": (_units_of_another_state, {"kda", "mamba 1", "kda in four tensors"}),
+    "groups never copied": (mutants.groups_never_copied, {"mamba 2, one group on all ranks"}),
+    "every state on all ranks": (mutants.every_state_on_all_ranks, {"mamba 1", "kda", "linear attention"}),
+    "heads taken for tokens": (mutants.heads_taken_as_dense, {"attention"}),
+    "heads never copied": (mutants.heads_never_copied, {"attention, one head on all ranks"}),
+    "states begin where the page does": (
+        mutants.units_of_another_state,
+        {"kda", "mamba 1", "kda in four tensors"},
+    ),
 }
 
 
@@ -259,3 +138,60 @@ def test_the_unsharded_model_notices_broken_tables(name: str, monkeypatch: pytes
 def test_a_load_on_one_rank_is_noticed(mutant: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "_chosen_copy", mutant)
     assert uneven_loads("latents")
+
+
+SHORT = short_convolution(16, 3, False, 2)
+OTHERS: dict[str, tuple[mutants.Patch, Callable[[], None]]] = {
+    "random caches": (mutants.blind, lambda: proof.prove("gated delta net", (Phase.generate,))),
+    "random latents": (mutants.no_copy_read, lambda: proof.prove("latents", (Phase.generate,))),
+    "scatter and gather": (
+        mutants.first_part_only,
+        lambda: proof.test_gather_of_scatter_is_the_unsharded_state("kda", True),
+    ),
+    "Kimi-Linear": (mutants.blind, lambda: kimi.test_kimi_linear_arrives_byte_for_byte(4, 8, False)),
+    "Kimi-K3 with DCP": (
+        mutants.one_byte_late,
+        kimi.test_kimi_k3_with_context_parallel_ranks_arrives_byte_for_byte,
+    ),
+    "Kimi-Linear's latents": (
+        mutants.every_copy_read,
+        lambda: kimi.test_kimi_linear_arrives_byte_for_byte(4, 8, True),
+    ),
+    "GDN cut blindly": (
+        mutants.blind,
+        lambda: defects.test_a_gdn_page_is_not_cut_into_equal_stretches(2, 1, False),
+    ),
+    "states dropped": (
+        mutants.only_two_states,
+        lambda: defects.test_states_beyond_the_second_are_not_dropped("records of KDA", 1, 2),
+    ),
+    "Mamba 2 read past its end": (
+        mutants.groups_split_though_copied,
+        lambda: defects.test_mamba2_convolution_is_not_read_past_its_end_with_fewer_groups_than_ranks(
+            4, 8, False
+        ),
+    ),
+    "single states refused": (
+        mutants.no_such_layers,
+        lambda: defects.test_layers_of_one_state_are_not_refused(SHORT, 2, 1),
+    ),
+    "unequal ranks refused": (
+        mutants.equal_ranks_only,
+        lambda: defects.test_recurrent_state_is_not_refused_between_unequal_ranks(SHORT),
+    ),
+    "several groups": (
+        mutants.our_block_stride_on_both_sides,
+        defects.test_a_hybrid_is_not_limited_to_one_recurrent_spec_or_one_attention_group,
+    ),
+}
+"""Test -> a mutant under which it must fail."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_proof_fails_under_its_mutant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, run = OTHERS[name]
+    shard.intervals.cache_clear()
+    shard.overlaps.cache_clear()
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, LayoutError)):
+        run()

@@ -62,11 +62,13 @@ class Handover:
         expected = self._memory(rank, self.consumer_size, self.consumer_packing, self.local_blocks)
         target = np.zeros_like(expected)
         writes = np.zeros(len(expected), np.uint8)
+        found = []
         for producer, pieces in reads.items():
             if len(pieces):
                 source = self._memory(producer, self.producer_size, self.producer_packing, self.remote_blocks)
-                _copy(pieces, source, target, writes)
+                found += _copy(pieces, source, target, writes)
         return [
+            *found,
             *_told("holds another byte of the model", target != expected),
             *_told("is written more than once", writes > 1),
             *_told("is not written", (writes == 0) & (expected != 0)),
@@ -113,11 +115,15 @@ class Handover:
         return (tags * np.uint32(2654435761) >> np.uint32(16)).astype(np.uint16) | np.uint16(1)
 
 
-def _copy(pieces: Pieces, source: Memory, target: Memory, writes: npt.NDArray[np.uint8]) -> None:
-    places = (pieces.local_offsets.tolist(), pieces.remote_offsets.tolist(), pieces.sizes.tolist())
-    for local, remote, size in zip(*places, strict=True):
+def _copy(pieces: Pieces, source: Memory, target: Memory, writes: npt.NDArray[np.uint8]) -> list[str]:
+    """Copy what lies inside both memories; the rest is told."""
+    ends = pieces.local_offsets + pieces.sizes > len(target)
+    ends |= pieces.remote_offsets + pieces.sizes > len(source)
+    places = (pieces.local_offsets, pieces.remote_offsets, pieces.sizes)
+    for local, remote, size in zip(*(place[~ends].tolist() for place in places), strict=True):
         target[local : local + size] = source[remote : remote + size]
         writes[local : local + size] += 1
+    return [f"{int(ends.sum())} pieces reach past the end of a region"] if ends.any() else []
 
 
 def _told(what: str, wrong: npt.NDArray[np.bool_]) -> list[str]:
