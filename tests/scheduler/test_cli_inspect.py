@@ -1,24 +1,19 @@
 """`stateferry inspect` as a person meets it; in this process, because importing vLLM takes a while."""
 
 import json
-import os
-import signal
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
 import pytest
+from command import Result, Run, command_here
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing vLLM warns about its own dependencies
     from stateferry.vllm.offline import lay_out
 
-from stateferry.cli.main import main
 from stateferry.layout.spec import CacheLayout
 from stateferry.layout.survey import survey
 from stateferry.models import RECALL_GDN
@@ -26,37 +21,10 @@ from stateferry.models import RECALL_GDN
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def value(self) -> Any:
-        """The last line of the output as JSON."""
-        return json.loads(self.out.splitlines()[-1])
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Run the command here; environment and signal handler are put back."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*arguments: str) -> Result:
-        code: Any = 0
-        with patch.object(sys, "argv", ["stateferry", *arguments]), patch.dict(os.environ):
-            try:
-                main()
-            except SystemExit as e:
-                code = e.code
-        return Result(int(code or 0), *capsys.readouterr())
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+    with command_here(capsys) as run:
+        yield run
 
 
 def inspect(run: Run, *arguments: str) -> Result:

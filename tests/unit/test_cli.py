@@ -23,7 +23,8 @@ def served(*arguments: str) -> tuple[list[str], dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("serve",), ("serve", "prefill"), ("serve", "decode"), ("demo",), ("inspect",)]
+    "command",
+    [(), ("serve",), ("serve", "prefill"), ("serve", "decode"), ("demo",), ("inspect",), ("doctor",)],
 )
 def test_help_teaches_by_example(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
@@ -118,6 +119,7 @@ def test_a_bad_setting_is_refused_with_its_name(arguments: list[str], words: str
         ["demo", "--transport", "carrier-pigeon"],
         ["demo", "--unknown"],
         ["inspect"],
+        ["doctor", "--prefill-url", "http://p"],
         ["inspect", "no/such/folder"],
         ["inspect", "m", "--tp", "0"],
         ["nonsense"],

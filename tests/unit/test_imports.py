@@ -36,6 +36,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
         | {"vllm.kv_tables"}
     ),
     "gate": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "wire"}),
+    "doctor": frozenset({"errors", "layout", "stack", "transport", "vllm.versions", "wire"}),
     "bench": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "transport"}),
     "cli": ANYTHING,
 }
@@ -144,6 +145,7 @@ def test_every_room_has_a_rule() -> None:
         ("stateferry.stack.client", "from stateferry.wire.params import x"),
         ("stateferry.stack.client", "from stateferry.models import RECALL_GDN"),
         ("stateferry.stack.client", "import vllm"),
+        ("stateferry.doctor.packages", "from stateferry.vllm.compat import TESTED"),
         ("stateferry.ferry.ferry", "def f():\n    from vllm.config import VllmConfig"),
         ("stateferry.gate.run", "from stateferry.cli.main import app"),
         ("stateferry.errors", "from stateferry.ids import EngineId"),
@@ -184,6 +186,7 @@ def test_a_permitted_import_is_not_caught(module: str, line: str) -> None:
         "stateferry.transport",
         "stateferry.ferry",
         "stateferry.stack",
+        "stateferry.doctor",
         "stateferry.cli.main",
     ],
 )

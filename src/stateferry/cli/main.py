@@ -8,6 +8,7 @@ import typer
 
 from stateferry.cli.bench import bench_app
 from stateferry.cli.demo import demo
+from stateferry.cli.doctor import doctor
 from stateferry.cli.gate import gate
 from stateferry.cli.inspect import inspect
 from stateferry.cli.key import key
@@ -30,6 +31,7 @@ Examples:
   stateferry gate                              prove that it is exact
   stateferry serve prefill MODEL --port 8100   an engine that reads prompts
   stateferry serve decode MODEL --port 8200    an engine that writes answers
+  stateferry doctor                            what may keep engines from handing off here
   stateferry inspect MODEL --tp 1 --tp 2       what a model keeps and a hand-off moves; starts nothing
   stateferry key control.key                   a secret for engines on several machines
 
@@ -52,6 +54,7 @@ app.command(
     short_help="Show what a model keeps and a hand-off moves, without an engine.",
     context_settings=PASS_ON,
 )(inspect)
+app.command("doctor", short_help="Find what keeps engines from handing off, and what to do.")(doctor)
 app.add_typer(bench_app, name="bench", short_help="Measure, with every arm in the same run.")
 app.command("key", short_help="Make the secret that engines know each other by.")(key)
 app.command("version", short_help="Print what is installed.")(version)

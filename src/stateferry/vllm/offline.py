@@ -26,8 +26,10 @@ from stateferry.errors import LayoutError, StateFerryError
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.spec import CacheLayout
 from stateferry.vllm.kv_cache import describe, layer_spec, refuse_unproven
-from stateferry.vllm.offline_config import kept_environment, make_config, short_reason
+from stateferry.vllm.offline_config import arguments_of_file, kept_environment, make_config, short_reason
 from stateferry.vllm.offline_ranks import stand_in_ranks
+
+__all__ = ["OfflineEngine", "arguments_of_file", "lay_out"]
 
 NO_EPOCH = Epoch(1)
 """Epoch of an engine that never ran."""

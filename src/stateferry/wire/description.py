@@ -15,18 +15,16 @@ from typing import Annotated, Any
 import msgspec
 
 from stateferry.errors import ProtocolError
-from stateferry.wire.params import PARAMS_VERSION, RankAddress, is_decode_leg, is_prefill_leg
+from stateferry.wire.params import MAX_RANKS, PARAMS_VERSION, RankAddress, is_decode_leg, is_prefill_leg
 
 DESCRIBE_PARAMS: Mapping[str, Any] = {"stateferry": {"describe": True}}
 """What a describe request sends as `kv_transfer_params`."""
 
-_MAX_RANKS = 4096
-
 
 class _Described(msgspec.Struct, frozen=True, kw_only=True):
     version: int
-    layouts: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=_MAX_RANKS)]
-    ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=_MAX_RANKS)]
+    layouts: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,242 @@
+"""`stateferry doctor`: what may keep engines from handing off, on this machine and between two of them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stateferry.cli.inspect import survey_json
+from stateferry.cli.layout_tables import show_groups, show_moves, show_pairs
+from stateferry.cli.offline import offline_vllm
+from stateferry.doctor import Finding, Verdict, ask_engine, examine_machine, far_from_loopback
+from stateferry.errors import ConfigError, StateFerryError
+from stateferry.layout.spec import CacheLayout
+from stateferry.layout.survey import Survey, survey
+from stateferry.wire import RankAddress
+
+TOKENS = (128, 1024, 8192)
+"""Prompt lengths for which the moves between two engines are shown."""
+LOG_WIDTH = 140
+_COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two engines: running, or only configured."""
+
+    source: str
+    """Its URL or its config file."""
+    layouts: tuple[CacheLayout, ...]
+    ranks: tuple[RankAddress, ...] = ()
+    """Where it listens; empty for one that is not running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Whether two engines can exchange, and what."""
+
+    prefill: Side | None
+    decode: Side | None
+    survey: Survey | None
+    problem: str = ""
+    """Why they cannot; empty if they can."""
+    warning: str = ""
+    """What may keep one from reaching the other."""
+
+
+def doctor(
+    prefill_url: Annotated[
+        str | None, typer.Option("--prefill-url", help="A running prefill engine.", show_default=False)
+    ] = None,
+    decode_url: Annotated[
+        str | None, typer.Option("--decode-url", help="A running decode engine.", show_default=False)
+    ] = None,
+    prefill_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefill-config",
+            help="Config file (YAML or JSON, as for `vllm serve --config`) of a prefill engine to be.",
+            show_default=False,
+        ),
+    ] = None,
+    decode_config: Annotated[
+        Path | None,
+        typer.Option("--decode-config", help="The same of a decode engine.", show_default=False),
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line; the rest to stderr.")
+    ] = False,
+) -> None:
+    """Say what may keep engines from handing off, and what to do about it.
+
+    Looks at this machine: libraries, memory limits, whether one process may read another's memory. Given two
+    engines, by URL or by config file, it also compares their caches as the engines would themselves when they
+    shake hands, and shows what a hand-off would move. A running engine is asked with a prompt of one or two
+    tokens. Exit code 1: there is a problem.
+
+    Example: stateferry doctor --prefill-url http://p:8100 --decode-url http://d:8200
+
+    Example: stateferry doctor --prefill-config prefill.yaml --decode-config decode.yaml
+    """
+    prefill = _source("prefill", prefill_url, prefill_config)
+    decode = _source("decode", decode_url, decode_config)
+    if (prefill is None) != (decode is None):
+        raise ConfigError("a hand-off has two sides: give a URL or config file for both engines, or for none")
+    console = Console(stderr=json_output)
+    if not console.is_terminal:
+        console = Console(stderr=json_output, width=LOG_WIDTH)
+    findings = examine_machine()
+    _show_findings(console, findings)
+    match = None if prefill is None or decode is None else _match(prefill, decode)
+    if match is not None:
+        _show_match(console, match)
+    problems = [f"{f.name}: {f.found}" for f in findings if f.verdict is Verdict.PROBLEM]
+    if match is not None and match.problem:
+        problems.append(match.problem)
+    _show_verdict(console, problems)
+    if json_output:
+        print(json.dumps(_as_json(findings, match, problems)))
+    raise typer.Exit(1 if problems else 0)
+
+
+def _source(role: str, url: str | None, config: Path | None) -> str | Path | None:
+    if url is not None and config is not None:
+        raise ConfigError(f"--{role}-url and --{role}-config name two engines for one side: give one of them")
+    return url if url is not None else config
+
+
+def _match(prefill: str | Path, decode: str | Path) -> Match:
+    """Ask or lay out both sides and compare them; an error becomes the reason why they cannot exchange."""
+    sides: list[Side | None] = [None, None]
+    try:
+        for number, source in enumerate((prefill, decode)):
+            sides[number] = _side(source)
+        assert sides[0] is not None
+        assert sides[1] is not None
+        found = survey(sides[0].layouts, sides[1].layouts, TOKENS)
+    except StateFerryError as e:
+        return Match(sides[0], sides[1], None, str(e))
+    return Match(sides[0], sides[1], found, warning=_unreachable(prefill, decode, sides[0].ranks))
+
+
+def _unreachable(prefill: str | Path, decode: str | Path, ranks: Sequence[RankAddress]) -> str:
+    if isinstance(prefill, str) and isinstance(decode, str):
+        return far_from_loopback(prefill, decode, ranks)
+    return ""
+
+
+def _side(source: str | Path) -> Side:
+    if isinstance(source, str):
+        answer = ask_engine(source)
+        return Side(source, answer.layouts, answer.ranks)
+    with offline_vllm() as offline, offline.arguments_of_file(source) as arguments:
+        try:
+            return Side(str(source), offline.lay_out(arguments).layouts)
+        except StateFerryError as e:
+            raise ConfigError(f"{source}: {e}") from e
+
+
+def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    table = Table(title="This machine", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("what", "found", "do"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        colour = _COLOURS[finding.verdict]
+        table.add_row(
+            f"[{colour}]{finding.verdict.value}[/{colour}]",
+            finding.name,
+            _plain(finding.found),
+            _plain(finding.cure),
+        )
+    console.print(table)
+
+
+def _show_match(console: Console, match: Match) -> None:
+    table = Table(title="\nThe two engines", title_justify="left")
+    for heading in ("", "engine", "rank", "listens on", "epoch", "blocks"):
+        table.add_column(heading, overflow="fold")
+    for role, side in (("prefill", match.prefill), ("decode", match.decode)):
+        for number, layout in enumerate(side.layouts if side is not None else ()):
+            assert side is not None
+            address = side.ranks[number] if side.ranks else None
+            table.add_row(
+                role if number == 0 else "",
+                _plain(side.source) if number == 0 else "",
+                f"{layout.tp_rank} of {layout.tp_size}",
+                f"{address.host}:{address.port}" if address else "not running",
+                str(address.epoch) if address else "-",
+                f"{_block_count(layout):,}" if address else "-",
+            )
+    console.print(table)
+    if match.warning:
+        console.print(f"\n{match.warning}", markup=False, highlight=False)
+    if match.survey is None:
+        return
+    assert match.decode is not None
+    layout = match.decode.layouts[0]
+    show_groups(console, layout)
+    show_moves(console, [match.survey], layout)
+    show_pairs(console, [match.survey], layout)
+    console.print("\nThey can exchange: the hand-shake compares the same fields.", highlight=False)
+
+
+def _show_verdict(console: Console, problems: Sequence[str]) -> None:
+    if not problems:
+        console.print("\n[bold green]No problem found.[/bold green]")
+        return
+    console.print("\n[bold red]Problems:[/bold red]")
+    for problem in problems:
+        console.print(f"  {problem}", markup=False, highlight=False)
+
+
+def _plain(text: str) -> str:
+    """Safe for rich's markup."""
+    return text.replace("[", "\\[")
+
+
+def _block_count(layout: CacheLayout) -> int:
+    return min(
+        (t.block_count for group in layout.groups for layer in group.layers for t in layer.tensors), default=0
+    )
+
+
+def _as_json(findings: Sequence[Finding], match: Match | None, problems: Sequence[str]) -> dict[str, Any]:
+    return {
+        "passed": not problems,
+        "problems": list(problems),
+        "findings": [
+            {"name": f.name, "verdict": f.verdict.value, "found": f.found, "cure": f.cure} for f in findings
+        ],
+        "engines": None if match is None else _match_json(match),
+    }
+
+
+def _match_json(match: Match) -> dict[str, Any]:
+    return {
+        "can_exchange": not match.problem,
+        "problem": match.problem,
+        "warning": match.warning,
+        "prefill": _side_json(match.prefill),
+        "decode": _side_json(match.decode),
+        **(survey_json(match.survey) if match.survey is not None else {}),
+    }
+
+
+def _side_json(side: Side | None) -> dict[str, Any] | None:
+    if side is None:
+        return None
+    return {
+        "source": side.source,
+        "engine_id": side.layouts[0].engine_id,
+        "facts": side.layouts[0].facts,
+        "ranks": [
+            {"host": r.host, "port": r.port, "epoch": r.epoch, "blocks": _block_count(layout)}
+            for r, layout in zip(side.ranks, side.layouts, strict=False)
+        ],
+    }

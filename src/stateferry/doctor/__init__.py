@@ -1,0 +1,7 @@
+"""What may keep engines from handing off: this machine, and two engines that do not fit each other."""
+
+from stateferry.doctor.engines import EngineAnswer, ask_engine, far_from_loopback
+from stateferry.doctor.findings import Finding, Verdict
+from stateferry.doctor.machine import examine_machine
+
+__all__ = ["EngineAnswer", "Finding", "Verdict", "ask_engine", "examine_machine", "far_from_loopback"]

@@ -1,0 +1,150 @@
+"""`stateferry doctor` as a person meets it, over engines and machines that are made up."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+
+from stateferry.cli import doctor as module
+from stateferry.cli.main import main
+from stateferry.doctor import EngineAnswer, Finding, Verdict
+from stateferry.errors import LayoutMismatch
+from stateferry.layout.fingerprint import compare
+from stateferry.layout.spec import Part, PartRule
+from stateferry.stack import AnswerError
+from stateferry.testing.caches import Model, Tensor
+from stateferry.wire import RankAddress
+
+HEADS = Part(name="heads", size=4, rule=PartRule.SPLIT)
+MODEL = Model(((Tensor("conv", (3, (HEADS,)), 2), Tensor("matrix", ((HEADS,), 5), 4)),) * 2)
+HEALTHY = [Finding("torch", Verdict.OK, "2.13.0"), Finding("nixl", Verdict.WARNING, "[none]", "install it")]
+SICK = [*HEALTHY, Finding("vllm", Verdict.PROBLEM, "not installed, needed for everything", "install vllm")]
+PREFILL, DECODE = "http://p:8100", "http://d:8200"
+
+
+def engine(size: int, **facts: str) -> EngineAnswer:
+    layouts = [msgspec.structs.replace(MODEL.layout(rank, size), facts=facts) for rank in range(size)]
+    ranks = [RankAddress("10.0.0.1", 7000 + rank, 77 + rank) for rank in range(size)]
+    return EngineAnswer(tuple(layouts), tuple(ranks))
+
+
+Doctor = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str]) -> Iterator[Doctor]:
+    """Run the command with these findings and engines: (exit code, stdout, stderr)."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(
+        *arguments: str, findings: Sequence[Finding] = HEALTHY, engines: dict[str, Any] | None = None
+    ) -> tuple[int, str, str]:
+        def ask(url: str) -> EngineAnswer:
+            found = (engines or {})[url]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        with (
+            patch.object(module, "examine_machine", lambda: list(findings)),
+            patch.object(module, "ask_engine", ask),
+            patch.object(sys, "argv", ["stateferry", "doctor", *arguments]),
+            pytest.raises(SystemExit) as caught,
+        ):
+            main()
+        return int(caught.value.code or 0), *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+def both(*more: str) -> list[str]:
+    return ["--prefill-url", PREFILL, "--decode-url", DECODE, *more]
+
+
+def test_a_healthy_machine_passes(doctor: Doctor) -> None:
+    code, out, _ = doctor()
+    assert code == 0
+    for words in ("No problem found", "warning", "[none]", "install it", "2.13.0"):
+        assert words in out
+
+
+def test_a_problem_is_named_and_fails(doctor: Doctor) -> None:
+    code, out, _ = doctor(findings=SICK)
+    assert code == 1
+    assert "vllm: not installed" in out
+    assert "No problem" not in out
+
+
+def test_json_is_the_last_line(doctor: Doctor) -> None:
+    code, out, err = doctor("--json", findings=SICK)
+    value = json.loads(out)
+    assert code == 1
+    assert value["passed"] is False
+    assert value["problems"] == ["vllm: not installed, needed for everything"]
+    assert [f["verdict"] for f in value["findings"]] == ["ok", "warning", "problem"]
+    assert value["engines"] is None
+    assert "This machine" in err
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [(1, 1), (1, 2), (4, 2)])
+def test_engines_that_fit_are_shown_with_what_moves(doctor: Doctor, producer: int, consumer: int) -> None:
+    engines = {PREFILL: engine(producer, dtype="x"), DECODE: engine(consumer, dtype="x")}
+    code, out, _ = doctor(*both(), engines=engines)
+    assert code == 0
+    for words in ("They can exchange", PREFILL, DECODE, "10.0.0.1:7000", "77", f"{producer} → {consumer}"):
+        assert words in out
+    code, out, _ = doctor(*both("--json"), engines=engines)
+    value = json.loads(out)["engines"]
+    assert code == 0
+    assert value["can_exchange"] is True
+    assert len(value["prefill"]["ranks"]) == producer
+    assert len(value["decode"]["ranks"]) == consumer
+    state = 2 * (3 * 4 * 2 + 4 * 5 * 4)
+    assert {length["state_bytes"] for length in value["lengths"]} == {state}
+    assert sum(sum(pair["block_bytes"]) for pair in value["pairs"]) == state
+
+
+def test_engines_that_do_not_fit_are_told_so_in_the_words_of_the_hand_shake(doctor: Doctor) -> None:
+    engines = {PREFILL: engine(1, kv_cache_dtype="fp8"), DECODE: engine(1, kv_cache_dtype="auto")}
+    with pytest.raises(LayoutMismatch) as refusal:
+        compare(engines[DECODE].layouts[0], engines[PREFILL].layouts[0])  # as the decode engine does
+    code, out, _ = doctor(*both("--json"), engines=engines)
+    value = json.loads(out)
+    assert code == 1
+    assert value["problems"] == [str(refusal.value)]
+    assert value["engines"]["can_exchange"] is False
+    assert value["engines"]["problem"] == str(refusal.value)
+    _, out, _ = doctor(*both(), engines=engines)
+    assert "They can exchange" not in out
+    assert str(refusal.value)[:60] in out
+
+
+def test_an_engine_that_does_not_answer_is_a_problem(doctor: Doctor) -> None:
+    engines = {PREFILL: engine(1), DECODE: AnswerError(f"{DECODE} did not answer: connection refused")}
+    code, out, _ = doctor(*both("--json"), engines=engines)
+    value = json.loads(out)
+    assert code == 1
+    assert value["problems"] == [f"{DECODE} did not answer: connection refused"]
+    assert value["engines"]["prefill"]["ranks"][0]["epoch"] == 77
+    assert value["engines"]["decode"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prefill-url", PREFILL], "two sides"),
+        (["--decode-config", "d.yaml"], "two sides"),
+        ([*both(), "--decode-config", "d.yaml"], "--decode-config"),
+    ],
+)
+def test_one_side_alone_or_twice_is_bad_usage(doctor: Doctor, arguments: list[str], words: str) -> None:
+    code, out, err = doctor(*arguments)
+    assert code == 2
+    assert words in err
+    assert out == ""
