@@ -99,6 +99,8 @@ def doctor(
     if match is not None and match.problem:
         problems.append(match.problem)
     _show_verdict(console, problems)
+    if match is not None and match.problem and match.prefill and match.decode:
+        console.print("  (In the decode engine's words: it is the one that reads, and that refuses.)")
     if json_output:
         print(json.dumps(_as_json(findings, match, problems)))
     raise typer.Exit(1 if problems else 0)
@@ -192,7 +194,7 @@ def _show_verdict(console: Console, problems: Sequence[str]) -> None:
         return
     console.print("\n[bold red]Problems:[/bold red]")
     for problem in problems:
-        console.print(f"  {problem}", markup=False, highlight=False)
+        console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:
