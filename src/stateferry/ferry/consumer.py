@@ -99,7 +99,7 @@ class ConsumerService:
         self._readings: dict[RequestId, Reading] = {}
         self._ended: list[Ended] = []
         self._lost: list[RequestId] = []
-        self._drops = LogLimit()
+        self._warnings = LogLimit()
 
     # -- orders from vLLM ------------------------------------------------------------------------
 
@@ -161,9 +161,13 @@ class ConsumerService:
             try:
                 self._handle(link, decode_frames(frames))
             except ProtocolError as e:
-                if self._drops.may_log(self._clock.now_s()):
-                    peer = f"{link.address.host}:{link.address.port}"
-                    logger.warning("dropped a message from %s: %s%s", peer, e, self._drops.left_out())
+                self._warn(link, f"sent what cannot be read: {e}")
+
+    def _warn(self, link: Link, what: str) -> None:
+        """Say what a peer did, but not as often as it likes."""
+        if self._warnings.may_log(self._clock.now_s()):
+            peer = f"{link.address.host}:{link.address.port}"
+            logger.warning("%s %s%s", peer, what, self._warnings.left_out())
 
     def _handle(self, link: Link, message: Message) -> None:
         if link.state is LinkState.GREETING and isinstance(message, Welcome | Refusal):
@@ -177,9 +181,7 @@ class ConsumerService:
                 self._links.fail(link, message.reason)
             else:
                 # One question of many; whoever asked it goes without an answer and has a deadline.
-                logger.warning(
-                    "%s:%d refused a question: %s", link.address.host, link.address.port, message.reason
-                )
+                self._warn(link, f"refused a question: {message.reason}")
         elif isinstance(message, ClaimAnswer):
             self._claim_answered(link, message)
         elif isinstance(message, RenewalAnswer):

@@ -1,0 +1,131 @@
+"""What outsiders can make a ferry do is bounded: work in a turn, connections, lines in the log, sizes."""
+
+import msgspec
+import pytest
+import zmq
+from msgspec.structs import replace
+
+from stateferry.config import Config
+from stateferry.errors import ProtocolError
+from stateferry.ferry import links
+from stateferry.ferry.producer import MESSAGES_PER_TURN, ProducerService
+from stateferry.ferry.quiet import INTERVAL_S, LogLimit
+from stateferry.ids import Epoch
+from stateferry.layout import shard
+from stateferry.layout.fingerprint import decode_layout, encode_layout
+from stateferry.layout.plan import make_plan
+from stateferry.session import VirtualClock
+from stateferry.testing.peers import ArrayMemory, EngineRank, small_layout
+from stateferry.wire import RankAddress, Renewal, encode_message
+
+TABLES = ((1, 2, 3), (4,))
+
+
+class Flood:
+    """A socket that always has one more message."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        return [b"stranger", encode_message(Renewal(epoch=Epoch(1), sequence=1, claims=()))]
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        self.sent += 1
+
+
+def test_a_flood_of_messages_does_not_keep_a_producer_from_its_leases() -> None:
+    flood, layout = Flood(), small_layout("p")
+    service = ProducerService(
+        flood,  # type: ignore[arg-type]
+        VirtualClock(),
+        layout,
+        encode_layout(layout),
+        "testing",
+        "memory",
+        b"",
+        15.0,
+        ArrayMemory(layout.region_sizes_bytes[0]),
+    )
+    service.receive()  # returns
+    assert flood.sent == MESSAGES_PER_TURN
+
+
+def test_log_lines_are_few_and_say_how_many_are_missing() -> None:
+    limit, clock = LogLimit(), VirtualClock()
+    said = []
+    for _ in range(500):
+        if limit.may_log(clock.now_s()):
+            said.append(limit.left_out())
+        clock.advance(INTERVAL_S / 100)
+    assert len(said) in (5, 6)
+    assert said[0] == ""
+    assert "99 more" in said[1] or "100 more" in said[1]
+
+
+def test_offers_that_name_address_after_address_do_not_use_up_all_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "MAX_LINKS", 3)
+    config = Config(handshake_timeout_s=30)
+    with EngineRank("p") as producer, EngineRank("d", config=config) as consumer:
+        good = producer.grant(40, TABLES)
+        for number in range(1, 6):
+            nowhere = RankAddress("127.0.0.1", 1, Epoch(number))
+            consumer.open(f"r{number}", replace(producer.offer(40, TABLES), ranks=(nowhere,)))
+        assert consumer.wait_lost("r5").lost == {"r4", "r5"}
+        results = consumer.read("good", good, ((5, 6, 7), (8,)))
+        assert "3 producer ranks are known already" in results.reports[-1].reason
+
+
+HUGE = {
+    "region": lambda tree: tree.update(region_sizes_bytes=[1 << 63]),
+    "offset": lambda tree: (
+        tree.update(region_sizes_bytes=[(1 << 64) - 1]),
+        tensor(tree).update(offset_bytes=1 << 63),
+    ),
+    "stride": lambda tree: (
+        tree.update(region_sizes_bytes=[(1 << 64) - 1]),
+        tensor(tree).update(block_stride_bytes=1 << 58),
+    ),
+}
+
+
+def tensor(tree: dict) -> dict:  # type: ignore[type-arg]
+    return tree["groups"][0]["layers"][0]["tensors"][0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_layout_whose_numbers_overflow_is_refused(kind: str) -> None:
+    tree = msgspec.msgpack.decode(encode_layout(small_layout("p")))
+    HUGE[kind](tree)
+    with pytest.raises(ProtocolError, match="at most"):
+        decode_layout(msgspec.msgpack.encode(tree))
+
+
+def test_without_that_check_a_plan_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: this error would have left the thread's handler of messages."""
+    monkeypatch.setattr(shard, "LIMIT", 1 << 70)
+    tree = msgspec.msgpack.decode(encode_layout(small_layout("p")))
+    HUGE["offset"](tree)
+    theirs = decode_layout(msgspec.msgpack.encode(tree))
+    with pytest.raises(OverflowError):
+        make_plan(small_layout("d"), theirs)
+
+
+def test_a_frame_that_is_too_large_is_never_taken_in() -> None:
+    """ZeroMQ closes the connection when it reads the size, before there is memory for it."""
+    with EngineRank("p") as producer, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        assert producer.address is not None
+        stranger.linger = 0
+        stranger.connect(f"tcp://127.0.0.1:{producer.address.port}")
+        stranger.send(b"short")
+        assert stranger.poll(20_000)
+        assert b"refusal" in stranger.recv()
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.send(b"\x00" * ((16 << 20) + 1))
+        assert monitor.poll(20_000), "the connection was not closed"
+        stranger.disable_monitor()
+        monitor.close(linger=0)
+        assert producer.ferry.alive
+        assert producer.ferry.counters.claimed == 0
