@@ -1,5 +1,6 @@
 """`lay_out` against vLLM's own classes and allocator, without building any layer, and what it refuses."""
 
+import dataclasses
 import json
 import os
 import re
@@ -116,11 +117,27 @@ def test_layers_states_and_heads_are_those_of_vllms_classes(
 
 
 def test_ranks_of_another_size_are_noticed(folders: dict[str, Path]) -> None:
+    """By vLLM itself, whose config and layers then do not agree."""
     real = offline_ranks._group
     with (
         patch.object(offline_ranks, "_group", lambda size: real(1)),
-        pytest.raises((AssertionError, LayoutError)),
+        pytest.raises(ConfigError, match="AssertionError"),
     ):
+        check_against_vllm(folders["recall_gdn"], 2)
+
+
+def test_a_state_of_another_type_is_noticed(folders: dict[str, Path]) -> None:
+    real = offline.get_kv_cache_spec
+
+    def narrower(config: Any) -> Any:
+        return {
+            name: dataclasses.replace(spec, dtypes=(spec.dtypes[0], torch.bfloat16))
+            if isinstance(spec, MambaSpec)
+            else spec
+            for name, spec in real(config).items()
+        }
+
+    with patch.object(offline, "get_kv_cache_spec", narrower), pytest.raises(AssertionError):
         check_against_vllm(folders["recall_gdn"], 2)
 
 
@@ -257,16 +274,24 @@ def test_what_cannot_be_laid_out_is_refused_in_one_sentence(
     assert len(str(caught.value)) < 400
 
 
-def test_layers_that_need_their_weights_are_refused(folders: dict[str, Path]) -> None:
+def test_layers_that_cannot_be_built_are_refused(folders: dict[str, Path]) -> None:
     def build(config: Any) -> None:
         raise RuntimeError("Cannot copy out of meta tensor. Nothing more is said.")
 
     with (
         patch.object(offline, "initialize_model", build),
         pytest.raises(
-            LayoutError, match=r"Qwen3NextForCausalLM cannot be laid out .*Cannot copy out of meta"
+            LayoutError, match=r"build the layers of Qwen3NextForCausalLM here: Cannot copy out of meta"
         ),
     ):
+        lay_out(arguments(folders["recall_gdn"]))
+
+
+def test_settings_that_vllm_cannot_bring_together_are_no_fault_of_the_layers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")  # CPU attention has heads outside of tokens
+    with pytest.raises(ConfigError, match=r"would not start like this: VLLM_KV_CACHE_LAYOUT=BLHNC"):
         lay_out(arguments(folders["recall_gdn"]))
 
 
@@ -318,6 +343,10 @@ def test_long_messages_are_cut_to_their_first_sentences() -> None:
     assert short(ValueError("One. " + "Two " * 100)) == "One"
     assert short(ValueError("x" * 1000)) == "x" * offline_config.MAX_REASON + " …"
     assert short(ValueError()) == "ValueError"
+    assert (
+        short(ValueError("In field 'heads':\n    TypeError: a number\nMore"))
+        == "In field 'heads': TypeError: a number"
+    )
 
 
 def test_the_engines_name_and_epoch_are_no_real_ones(folders: dict[str, Path]) -> None:

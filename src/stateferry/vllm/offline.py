@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 
-from stateferry.errors import LayoutError, StateFerryError
+from stateferry.errors import ConfigError, LayoutError, StateFerryError
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.spec import CacheLayout
 from stateferry.vllm.kv_cache import describe, layer_spec, refuse_unproven
@@ -68,11 +68,8 @@ def lay_out(arguments: Sequence[str], tp_size: int | None = None, num_blocks: in
             cache, tensors = _cache(config, num_blocks)
         except StateFerryError:
             raise
-        except Exception as e:  # vLLM's layers may do anything when they are built
-            raise LayoutError(
-                f"the layers of {config.model_config.architecture} cannot be laid out without their weights: "
-                f"{short_reason(e)}"
-            ) from e
+        except Exception as e:  # block sizes, cache layouts and pages that vLLM cannot bring together
+            raise ConfigError(f"vLLM would not start like this: {short_reason(e)}") from e
         size = config.parallel_config.tensor_parallel_size
         layouts = tuple(
             describe(
@@ -137,8 +134,13 @@ def _cache(config: VllmConfig, num_blocks: int) -> tuple[KVCacheConfig, dict[str
 
 def _build_layers(config: VllmConfig) -> None:
     """Fill `static_forward_context`, from which vLLM reads specs and backends."""
-    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-        initialize_model(config)
+    try:
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            initialize_model(config)
+    except Exception as e:  # vLLM's layers may do anything when they are built
+        raise LayoutError(
+            f"vLLM cannot build the layers of {config.model_config.architecture} here: {short_reason(e)}"
+        ) from e
 
 
 def _cache_config(config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int) -> KVCacheConfig:

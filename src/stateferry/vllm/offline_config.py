@@ -92,6 +92,8 @@ def short_reason(error: Exception) -> str:
     if lines and re.match(r"\d+ validation errors? for ", lines[0]):
         lines = [line for line in lines[1:] if " " in line] or lines
     text = lines[0] if lines else type(error).__name__
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
     text = re.sub(r" \[type=.*", "", text).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     first, *others = re.split(r"(?<=[.!]) (?=[A-Z])", text)
     for sentence in others:
