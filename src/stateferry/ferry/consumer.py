@@ -5,7 +5,6 @@ Hand-offs that only wait cost nothing but their share of a renewal.
 """
 
 import logging
-from dataclasses import dataclass
 
 import zmq
 
@@ -15,6 +14,7 @@ from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.links import Links
 from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.outbox import Ended
 from stateferry.ferry.quiet import LogLimit
 from stateferry.ferry.reading import Fence, Reading, Tamper
 from stateferry.ids import RequestId, TransferId, shown
@@ -50,15 +50,6 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 256
 """Messages of one peer that are read before everybody else gets a turn."""
-
-
-@dataclass(slots=True)
-class Ended:
-    """What became of a hand-off."""
-
-    report: Report
-    had_blocks: bool
-    """Whether vLLM waits to hear of it."""
 
 
 class ConsumerService:
@@ -301,6 +292,27 @@ class ConsumerService:
         """Requests whose offer turned out to be worth nothing before blocks were given."""
         lost, self._lost = self._lost, []
         return lost
+
+    def wind_down(self, reason: str) -> None:
+        """After a defect of the ferry: fail what is open, and report what nothing can land in any more.
+
+        Called again until `open_count` is 0, which a read that never becomes quiet prevents.
+        """
+        for handoff in list(self._handoffs.values()):
+            handoff.fail(reason)
+            reading = self._readings.get(handoff.request_id)
+            if reading is None:
+                self._lost.append(handoff.request_id)
+            elif reading.stilled():
+                report = reading.report(Outcome.FAILED, self._clock.now_s())
+                self._ended.append(Ended(report, had_blocks=True))
+                del self._readings[handoff.request_id]
+            elif reading.overdue(self._clock.now_s()) and not reading.quarantined:
+                self._quarantine(reading, self._clock.now_s())
+                continue
+            else:
+                continue
+            del self._handoffs[handoff.request_id]
 
     def close(self) -> None:
         """Drop all links. Pending transfers are cancelled where the library can."""

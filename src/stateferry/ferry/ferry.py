@@ -20,12 +20,12 @@ from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.guard import Guard
 from stateferry.ferry.keys import ControlKey, control_key, is_loopback
 from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.outbox import Outbox
 from stateferry.ferry.producer import ProducerService
 from stateferry.ferry.reading import Fence, Tamper, no_fence
-from stateferry.ids import shown
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Clock, Counters, Orders, Outcome, Report, Results, SystemClock
+from stateferry.session import Clock, Counters, Orders, Results, SystemClock, refused
 from stateferry.transport.base import MemoryRegion, Transport
 from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
 
@@ -35,6 +35,10 @@ IDLE_WAIT_S = 0.25
 """Longest sleep while anything is open: how late a deadline may be noticed."""
 QUICK_POLLS = 50
 """Looks without sleeping after a post, before looks every millisecond: most reads end within them."""
+MAX_FAILED_TURNS = 20
+"""So many turns of the thread in a row end in an error before it gives up: what fails every time will not
+pass."""
+WIND_DOWN_LOOK_S = 0.02
 STOP_TIMEOUT_S = 10.0
 HANDSHAKE_MS = 10_000
 """A connection that has not shown who it is by then is closed."""
@@ -74,9 +78,9 @@ class Ferry:
         self._key: ControlKey | None = None
         self._start_error: Exception | None = None
         self._address: RankAddress | None = None
-        self._lock = threading.Lock()
-        self._results = Results()
-        self._news = threading.Event()
+        self._outbox = Outbox()
+        self._defect = ""
+        """Why this ferry takes no more orders, although nobody stopped it."""
         self._quick_polls = 0
         self._open_count = 0
         self._quarantined_count = 0
@@ -113,20 +117,23 @@ class Ferry:
         return self._address
 
     def submit(self, orders: Orders, fence: Fence = no_fence) -> None:
-        """Hand orders over; returns at once. Loads are posted once `fence` says True."""
+        """Hand orders over; returns at once. Loads are posted once `fence` says True.
+
+        A ferry that does not run any more refuses them, and `take` says so: nobody waits for it.
+        """
         self._inbox.append((orders, fence))
-        os.eventfd_write(self._wake, 1)
+        if self.alive:
+            os.eventfd_write(self._wake, 1)
 
     def take(self) -> Results:
         """Everything that happened since the last call; returns at once."""
-        with self._lock:
-            results, self._results = self._results, Results()
-            self._news.clear()
-        return results
+        if not self._thread.is_alive():
+            self._refuse_orders()
+        return self._outbox.take()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `take` has something to give. Not for vLLM's engine thread."""
-        return self._news.wait(timeout_s)
+        return self._outbox.wait(timeout_s)
 
     @property
     def open_count(self) -> int:
@@ -145,8 +152,8 @@ class Ferry:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs. It ends only by `stop`, or by a defect that it logs."""
-        return self._thread.is_alive()
+        """Whether orders are obeyed. It ends only by `stop`, or by a defect that is logged."""
+        return self._thread.is_alive() and not self._defect
 
     def stop(self) -> None:
         """Release what is open and end the thread. Idempotent. Waits at most `STOP_TIMEOUT_S`."""
@@ -213,17 +220,61 @@ class Ferry:
             poller.register(socket, zmq.POLLIN)
         self._address = RankAddress(setup.host, port, setup.layout.epoch)
         self._started.set()
+        try:
+            self._loop(poller, listener, guard, producer, consumer)
+            consumer.close()
+        except BaseException as e:
+            self._defect = f"the ferry of this rank cannot go on: {e!r}"
+            logger.exception("the ferry thread cannot go on; what is open fails, new orders are refused")
+            self._wind_down(producer, consumer)
+        try:
+            guard.close()
+            listener.close(linger=0)
+            transport.close()
+        finally:
+            context.destroy(linger=1000)
+
+    def _loop(
+        self,
+        poller: zmq.Poller,
+        listener: "zmq.Socket[bytes]",
+        guard: Guard,
+        producer: ProducerService,
+        consumer: ConsumerService,
+    ) -> None:
+        failed_turns = 0
         while not self._stopping.is_set():
             try:
                 self._turn(poller, listener, guard, producer, consumer)
+                failed_turns = 0
             except Exception:
                 # A defect. Whatever it was, other hand-offs must go on and leases must end.
+                failed_turns += 1
+                if failed_turns == MAX_FAILED_TURNS:
+                    raise
                 logger.exception("error on the ferry thread; it goes on")
-        consumer.close()
-        guard.close()
-        listener.close(linger=0)
-        transport.close()
-        context.destroy(linger=1000)
+
+    def _wind_down(self, producer: ProducerService, consumer: ConsumerService) -> None:
+        """After a defect: report all that is open as failed, each once nothing can land in its blocks, and
+        keep what peers may read until their leases are over. Then go on refusing until `stop`.
+
+        Leans on as little of the rest as it can: part of that is broken.
+        """
+        while not self._stopping.is_set():
+            try:
+                self._refuse_orders()
+                consumer.wind_down(self._defect)
+                producer.ledger.expire(self._setup.clock.now_s())
+                self._publish(producer, consumer)
+            except Exception:
+                logger.exception("error while the ferry thread winds down; it tries again")
+            self._stopping.wait(WIND_DOWN_LOOK_S)
+
+    def _refuse_orders(self) -> None:
+        reason = self._defect or "the ferry of this rank was stopped"
+        while self._inbox:
+            orders, _ = self._inbox.popleft()
+            self._outbox.add(refused(orders, reason))
 
     def _turn(
         self,
@@ -284,24 +335,9 @@ class Ferry:
         if not (sent or ended or lost):
             self._open_count = producer.ledger.open_count + consumer.open_count
             return
-        received = [e.report.request_id for e in ended if e.had_blocks]
-        failed = [
-            e.report.request_id for e in ended if e.had_blocks and e.report.outcome is not Outcome.RECEIVED
-        ]
-        for e in ended:
-            _log(e.report)
-        with self._lock:
-            before = self._results
-            self._results = Results(
-                sent=before.sent.union(sent),
-                received=before.received.union(received),
-                failed=before.failed.union(failed),
-                lost=before.lost.union(lost),
-                reports=before.reports + tuple(e.report for e in ended),
-            )
-            self._news.set()
-            # After the results: whoever sees that all is over can also take how it ended.
-            self._open_count = producer.ledger.open_count + consumer.open_count
+        self._outbox.put(sent, ended, lost)
+        # After the results: whoever sees that all is over can also take how it ended.
+        self._open_count = producer.ledger.open_count + consumer.open_count
 
     def _give_up(
         self,
@@ -331,24 +367,3 @@ def _bind(listener: "zmq.Socket[bytes]", bind_host: str, port: int) -> int:
         ) from e
     endpoint = listener.getsockopt_string(zmq.LAST_ENDPOINT)
     return int(endpoint.rpartition(":")[2])
-
-
-def _log(report: Report) -> None:
-    """One line per hand-off: loud when it failed."""
-    level = logging.WARNING if report.outcome is Outcome.FAILED else logging.DEBUG
-    logger.log(
-        level,
-        "hand-off %s request=%s transfer=%s tokens=%d bytes=%s pieces=%d waited_ms=%.1f post_ms=%.1f "
-        "wire_ms=%.1f total_ms=%.1f reason=%s",
-        report.outcome.value,
-        report.request_id,
-        shown(report.transfer_id),
-        report.tokens,
-        report.bytes_by_group,
-        report.pieces,
-        report.waited_s * 1e3,
-        report.post_s * 1e3,
-        report.wire_s * 1e3,
-        report.total_s * 1e3,
-        report.reason or "-",
-    )

@@ -14,6 +14,7 @@ from stateferry.session.orders import (
     Outcome,
     Report,
     Results,
+    refused,
 )
 from stateferry.session.producer import Counters, Holding, Ledger, releases_expected
 from stateferry.session.recovery import Next, Recovery
@@ -43,5 +44,6 @@ __all__ = [
     "claimant_name",
     "pause_s",
     "producer_ranks",
+    "refused",
     "releases_expected",
 ]

@@ -121,3 +121,17 @@ class Results:
     lost: frozenset[RequestId] = frozenset()
     """Consumer: these requests' offers turned out to be worth nothing before blocks were given."""
     reports: tuple[Report, ...] = ()
+
+
+def refused(orders: Orders, reason: str) -> Results:
+    """What to answer to orders that nobody will carry out: nothing is kept, read or claimed."""
+    loads = frozenset(load.request_id for load in orders.loads)
+    return Results(
+        sent=frozenset(grant.request_id for grant in orders.grants),
+        received=loads,
+        failed=loads,
+        lost=frozenset(order.request_id for order in orders.opens),
+        reports=tuple(
+            Report(load.request_id, TransferId(""), Outcome.FAILED, reason) for load in orders.loads
+        ),
+    )

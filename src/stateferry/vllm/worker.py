@@ -11,10 +11,10 @@ import numpy as np
 
 from stateferry.config import Config
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
-from stateferry.ids import EngineId, RequestId, TransferId, new_epoch
+from stateferry.ids import EngineId, RequestId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import Pieces
-from stateferry.session import Counters, Orders, Outcome, Report, Results
+from stateferry.session import Counters, Report, Results
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
 from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
@@ -60,7 +60,6 @@ class WorkerHalf:
         self._handshake: StateFerryHandshake | None = None
         self._device = MemoryKind.CPU
         self._last_step = 0
-        self._stranded = Results()
         self._reports: tuple[Report, ...] = ()
         self._lost: frozenset[RequestId] = frozenset()
         self._tp_rank = 0
@@ -133,21 +132,18 @@ class WorkerHalf:
         self._last_step = metadata.step
         if not metadata.orders:
             return
-        if self._ferry is not None and self._ferry.alive:
-            self._ferry.submit(metadata.orders, self._fence() if metadata.orders.loads else no_fence)
-        else:
-            self._strand(metadata.orders)
+        assert self._ferry is not None, "orders came before register_kv_caches"
+        self._ferry.submit(metadata.orders, self._fence() if metadata.orders.loads else no_fence)
 
     def results(self) -> KVConnectorTransferResults:
         """What vLLM may free or use now."""
         results = self._ferry.take() if self._ferry is not None else Results()
-        stranded, self._stranded = self._stranded, Results()
         self._reports += results.reports
         self._lost |= results.lost
         return KVConnectorTransferResults(
-            finished_sending=set(results.sent | stranded.sent),
-            finished_recving=set(results.received | stranded.received),
-            failed_recving=set(results.failed | stranded.failed),
+            finished_sending=set(results.sent),
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
         )
 
     def news(self) -> StateFerryWorkerMetadata | None:
@@ -185,16 +181,3 @@ class WorkerHalf:
         event = torch.cuda.Event()
         event.record()
         return lambda: bool(event.query())
-
-    def _strand(self, orders: Orders) -> None:
-        """The ferry is dead (a defect it has logged): fail loads, keep nothing."""
-        loads = frozenset(load.request_id for load in orders.loads)
-        self._stranded = Results(
-            sent=self._stranded.sent | {g.request_id for g in orders.grants},
-            received=self._stranded.received | loads,
-            failed=self._stranded.failed | loads,
-        )
-        self._reports += tuple(
-            Report(load.request_id, TransferId(""), Outcome.FAILED, "the ferry thread is not running")
-            for load in orders.loads
-        )

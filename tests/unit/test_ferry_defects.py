@@ -1,0 +1,174 @@
+"""A ferry thread that meets a defect strands nobody: neither what was open nor what comes after."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from stateferry.config import Config
+from stateferry.ferry import Ferry
+from stateferry.ferry.ferry import MAX_FAILED_TURNS
+from stateferry.session import Outcome, VirtualClock
+from stateferry.testing.peers import EngineRank, wait_until
+from stateferry.transport import TransportOptions
+from stateferry.transport.faults import FaultsTransport
+from stateferry.transport.memory import MemoryTransport
+
+TABLES = ((1, 2, 3), (4,))
+LOCAL = ((5, 6, 7), (8,))
+
+
+class Saboteur:
+    """Makes one ferry's turns fail from `strike` on."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = ZeroDivisionError
+    ) -> None:
+        self.victim: Ferry | None = None
+        self.left = 0
+        turn = Ferry._turn
+
+        def broken(ferry: Ferry, *arguments: Any) -> None:
+            if ferry is self.victim and self.left > 0:
+                self.left -= 1
+                raise error("a defect")
+            turn(ferry, *arguments)
+
+        monkeypatch.setattr(Ferry, "_turn", broken)
+
+    def strike(self, rank: EngineRank, turns: int = 1 << 30) -> None:
+        self.left, self.victim = turns, rank.ferry
+
+
+def faulty(*rules: dict[str, Any]) -> FaultsTransport:
+    return FaultsTransport(TransportOptions(faults={"rules": list(rules)}), MemoryTransport())
+
+
+def fill_inbox(rank: EngineRank) -> None:
+    """Wake the thread, so that it takes its next turn."""
+    rank.close("nobody")
+
+
+def test_a_passing_error_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    saboteur = Saboteur(monkeypatch)
+    with EngineRank("p") as producer, EngineRank("d") as consumer:
+        saboteur.strike(consumer, MAX_FAILED_TURNS - 1)
+        assert not consumer.read("r", producer.grant(40, TABLES), LOCAL).failed
+        wait_until(lambda: saboteur.left == 0)
+        assert consumer.ferry.alive
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_everything_open_on_the_consumer_is_reported_failed(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    saboteur = Saboteur(monkeypatch, error)
+    config = Config(testing=True)
+    with (
+        EngineRank("p") as producer,
+        EngineRank("d", transport=faulty({"kind": "hang"}), config=config) as consumer,
+    ):
+        consumer.open("queued", producer.grant(40, TABLES, "q"))
+        reading = producer.grant(40, TABLES, "r")
+        consumer.open("reading", reading)
+        consumer.load("reading", reading, LOCAL)
+        wait_until(lambda: producer.ferry.counters.claimed == 2)
+        saboteur.strike(consumer)
+        fill_inbox(consumer)
+        results = consumer.wait_received("reading")
+        assert results.failed == {"reading"}
+        assert results.lost == {"queued"}
+        assert "cannot go on" in results.reports[-1].reason
+        assert not consumer.ferry.alive
+        # What comes later is refused, and says why.
+        late = producer.offer(40, TABLES)
+        consumer.open("late", late)
+        assert consumer.wait_lost("late").lost == {"late"}
+        consumer.load("late", late, LOCAL)
+        results = consumer.wait_received("late")
+        assert results.failed == {"late"}
+        assert error.__name__ in results.reports[-1].reason
+        consumer.submit_grant(consumer.offer(40, TABLES, "own"))
+        assert consumer.wait_sent("own").sent == {"own"}
+        wait_until(lambda: consumer.ferry.open_count == 0)
+
+
+def test_a_read_that_may_still_write_is_not_reported_by_a_dying_ferry_before_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saboteur = Saboteur(monkeypatch)
+    late = {"kind": "land_late", "polls": 10}
+    config = Config(testing=True)
+    with (
+        EngineRank("p") as producer,
+        EngineRank("d", transport=faulty(late), config=config) as consumer,
+    ):
+        producer.write_tags(1)
+        offer = producer.grant(40, TABLES)
+        consumer.open("r", offer)
+        wait_until(lambda: producer.ferry.counters.claimed == 1)
+        consumer.load("r", offer, LOCAL)
+        saboteur.strike(consumer, turns=0)
+        wait_until(lambda: consumer.page(1, 8) != bytes(352))  # posted: poisoned at least
+        saboteur.strike(consumer)
+        results = consumer.wait_received("r")
+        assert results.failed == {"r"}
+        before = consumer.memory.bytes.copy()
+        assert not consumer.ferry.wait(0.3)
+        assert (before == consumer.memory.bytes).all()
+
+
+def test_a_read_that_never_becomes_quiet_stays_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    saboteur = Saboteur(monkeypatch)
+    clock = VirtualClock()
+    with (
+        EngineRank("p") as producer,
+        EngineRank("d", transport=faulty({"kind": "never"}), clock=clock) as consumer,
+    ):
+        consumer.open("other", producer.grant(40, TABLES, "o"))
+        offer = producer.grant(40, TABLES, "r")
+        consumer.open("r", offer)
+        wait_until(lambda: producer.ferry.counters.claimed == 2)
+        consumer.load("r", offer, LOCAL)
+        saboteur.strike(consumer, 0)
+        consumer.close("other")
+        wait_until(lambda: producer.ferry.counters.released == 1)
+        saboteur.strike(consumer)
+        fill_inbox(consumer)
+        wait_until(lambda: not consumer.ferry.alive)
+        clock.advance(2 * consumer.config.transfer_timeout_s)
+        wait_until(lambda: consumer.ferry.quarantined_count == 1)
+        assert not consumer.ferry.take().received
+        assert consumer.ferry.open_count == 1
+
+
+def test_blocks_of_a_dead_producer_ferry_stay_until_its_readers_have_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saboteur = Saboteur(monkeypatch)
+    theirs, ours = VirtualClock(), VirtualClock()
+    with EngineRank("p", clock=theirs) as producer, EngineRank("d", clock=ours) as consumer:
+        consumer.open("r", producer.grant(40, TABLES))
+        wait_until(lambda: producer.ferry.counters.claimed == 1)
+        saboteur.strike(producer)
+        fill_inbox(producer)
+        wait_until(lambda: not producer.ferry.alive)
+        theirs.advance(0.9 * producer.config.lease_s)
+        assert not producer.ferry.wait(0.2)
+        theirs.advance(0.2 * producer.config.lease_s)
+        assert producer.wait_sent("prefill").sent == {"prefill"}
+        ours.advance(1.1 * producer.config.lease_s)
+        assert consumer.wait_lost("r").lost == {"r"}
+
+
+def test_orders_that_come_after_the_stop_are_refused() -> None:
+    with EngineRank("p") as producer, EngineRank("d") as consumer:
+        offer = producer.grant(40, TABLES)
+        consumer.ferry.stop()
+        consumer.open("r", offer)
+        consumer.load("r", offer, LOCAL)
+        results = consumer.ferry.take()
+        assert (results.lost, results.failed) == ({"r"}, {"r"})
+        assert {r.outcome for r in results.reports} == {Outcome.FAILED}
+        assert "was stopped" in results.reports[0].reason
+        assert threading.active_count() >= 1
