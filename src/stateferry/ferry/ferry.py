@@ -83,6 +83,8 @@ class Ferry:
         """Why this ferry takes no more orders, although nobody stopped it."""
         self._quick_polls = 0
         self._open_count = 0
+        self._in_hand = 0
+        """Orders that this turn took and has not counted as open yet."""
         self._quarantined_count = 0
         self._counters = Counters()
         self._thread = threading.Thread(target=self._run, name="stateferry", daemon=True)
@@ -138,7 +140,9 @@ class Ferry:
     @property
     def open_count(self) -> int:
         """Hand-offs that are open on either side: 0 once everything is over."""
-        return self._open_count + len(self._inbox)
+        # In this order: orders move from the inbox into hand and then count as open, and each is counted
+        # where it goes before it is taken from where it was.
+        return len(self._inbox) + self._in_hand + self._open_count
 
     @property
     def quarantined_count(self) -> int:
@@ -319,6 +323,7 @@ class Ferry:
 
     def _take_orders(self, producer: ProducerService, consumer: ConsumerService) -> None:
         while self._inbox:
+            self._in_hand += 1
             orders, fence = self._inbox.popleft()
             for grant in orders.grants:
                 producer.grant(grant)
@@ -333,11 +338,15 @@ class Ferry:
         self._quarantined_count = consumer.quarantined_count
         sent, ended, lost = producer.take_finished(), consumer.take_ended(), consumer.take_lost()
         if not (sent or ended or lost):
-            self._open_count = producer.ledger.open_count + consumer.open_count
+            self._count_open(producer, consumer)
             return
         self._outbox.put(sent, ended, lost)
         # After the results: whoever sees that all is over can also take how it ended.
+        self._count_open(producer, consumer)
+
+    def _count_open(self, producer: ProducerService, consumer: ConsumerService) -> None:
         self._open_count = producer.ledger.open_count + consumer.open_count
+        self._in_hand = 0
 
     def _give_up(
         self,

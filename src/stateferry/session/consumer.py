@@ -155,10 +155,11 @@ class Handoff:
         return None
 
     def _look_for_failure(self, now_s: float, reads: ReadStatus | None) -> None:
-        if reads is not None and reads.error:
-            self.fail(reads.error)
+        # First what forbids another try: a read gives up because of it, and is not the reason.
         if lapsed := self.lapsed(now_s):
             self.fail(lapsed)
         if now_s >= self.deadline_s:
             missing = "end of the read" if self.claimed else "answer to the claim"
             self.fail(f"no {missing} from {self.offer.engine_id} within transfer_timeout_s")
+        if reads is not None and reads.error:
+            self.fail(reads.error)
