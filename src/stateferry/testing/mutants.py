@@ -14,7 +14,8 @@ The consumer of an engine started with `testing: true` reads `kv_transfer_params
         the first two heads of every recurrent matrix, or recurrent layers I and I + 1 (again counted
         over all groups, round and round), change places
 
-`"verify": "all"` beside any of them makes this hand-off compare digests. Nothing here checks anything
+`"verify": "all"` beside any of them makes this hand-off compare digests; `"faults": [rule, …]` makes its
+reads go wrong, where the transport is `faults` (see `transport.faults`). Nothing here checks anything
 else: a mutant must look like a good hand-off to every check but the gate's. A damage that would leave
 every byte as it is raises ProtocolError with `DAMAGES_NOTHING` in its text, so that nobody judges by it.
 """
