@@ -303,7 +303,7 @@ class ConsumerService:
             reading = self._readings.get(handoff.request_id)
             if reading is None:
                 self._lost.append(handoff.request_id)
-            elif reading.stilled():
+            elif _stilled(reading):
                 report = reading.report(Outcome.FAILED, self._clock.now_s())
                 self._ended.append(Ended(report, had_blocks=True))
                 del self._readings[handoff.request_id]
@@ -441,3 +441,11 @@ class ConsumerService:
         else:
             report = reading.report(outcome, self._clock.now_s())
         self._ended.append(Ended(report, had_blocks=reading is not None))
+
+
+def _stilled(reading: Reading) -> bool:
+    """Stop a read and look once, by its transfers alone. True: nothing can land any more."""
+    reading.cancel()
+    for part in reading.parts:
+        part.transfer.poll()
+    return not any(part.restless for part in reading.parts)

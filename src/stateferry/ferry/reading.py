@@ -117,13 +117,6 @@ class Reading:
         for part in self.parts:
             part.transfer.cancel()
 
-    def stilled(self) -> bool:
-        """Stop and look once, by the transfers alone. True: nothing can land any more."""
-        self.cancel()
-        for part in self.parts:
-            part.transfer.poll()
-        return not any(part.restless for part in self.parts)
-
     def digest_answered(self, link: Link, answer: DigestAnswer) -> None:
         """Compare the producer's digests with ours; the last good one makes the hand-off verified."""
         if self.expected_digests is None:
