@@ -109,11 +109,11 @@ class Engines:
             found.append(tags)
         return found
 
-    def wrong(self, ours: int, theirs: int, ranks: tuple[int, ...] | None = None) -> list[str]:
+    def wrong(self, ours: int, theirs: int) -> list[str]:
         """Hand the case's group over to every consumer rank and say what is not as it should be."""
         producers = [self.rank(rank, theirs) for rank in range(theirs)]
         found = []
-        for number in ranks or range(ours):
+        for number in range(ours):
             consumer, expected = self.rank(number, ours), self.rank(number, ours)
             reads = [make_plan(consumer.layout, producer.layout) for producer in producers]
             pieces = [plan.merged_pieces(0, OURS, THEIRS) for plan in reads]
