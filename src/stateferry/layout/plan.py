@@ -55,6 +55,7 @@ class Plan:
 
     def __init__(self, groups: tuple[GroupStrips, ...]) -> None:
         self.groups = groups
+        self._by_gaps = tuple(map(_by_gaps, groups))
 
     def group_bytes(self, group: int) -> int:
         """Bytes that this pair of ranks exchanges per block of the group."""
@@ -98,17 +99,23 @@ class Plan:
         strips = self.groups[group]
         local = _checked_ids(group, "local", local_blocks, strips.local_block_count)
         remote = _checked_ids(group, "remote", remote_blocks, strips.remote_block_count)
-        whole = (strips.sizes == strips.local_strides) & (strips.sizes == strips.remote_strides)
-        if len(local) != len(remote) or len(local) < 2 or not whole.any():
+        fill, leave_gaps = self._by_gaps[group]
+        if len(local) != len(remote) or len(local) < 2 or not len(fill):
             return self.pieces(group, local, remote)
         order = np.argsort(local, kind="stable")
         local, remote = local[order], remote[order]
         starts = adjacent((), local, remote, np.ones_like(local))
         lengths = np.diff(np.append(starts, len(local)))
-        runs = _pieces_of(strips.take(whole), local[starts], remote[starts], lengths)
-        if whole.all():
+        runs = _pieces_of(fill, local[starts], remote[starts], lengths)
+        if not len(leave_gaps):
             return runs
-        return concatenate([runs, _pieces_of(strips.take(~whole), local, remote, np.ones_like(local))])
+        return concatenate([runs, _pieces_of(leave_gaps, local, remote, np.ones_like(local))])
+
+
+def _by_gaps(strips: GroupStrips) -> tuple[GroupStrips, GroupStrips]:
+    """Strips that reach from block to block on both sides, and those that do not."""
+    fill = (strips.sizes == strips.local_strides) & (strips.sizes == strips.remote_strides)
+    return strips.take(fill), strips.take(~fill)
 
 
 def _pieces_of(strips: GroupStrips, local: Int64Array, remote: Int64Array, lengths: Int64Array) -> Pieces:
