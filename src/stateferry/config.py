@@ -47,7 +47,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What moves bytes. `auto`: `cma` for CPU caches; for CUDA `cudaipc` where it reaches the peer, else
     `nixl`. `faults` wraps one of them and needs `testing`."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
-    """Address of this machine that peers dial."""
+    """Address of this machine that peers dial. A name is looked up here, once."""
     bind_host: str = ""
     """Address that control sockets bind. Empty: the same as `host`."""
     auth_key_file: str = ""

@@ -12,7 +12,7 @@ import zmq
 
 from stateferry.config import Auth, Config
 from stateferry.errors import ConfigError
-from stateferry.ferry.keys import FORMAT, control_key, is_loopback, read_key, write_key
+from stateferry.ferry.keys import FORMAT, control_key, is_loopback, numeric, read_key, write_key
 
 REACHABLE = [
     "0.0.0.0",
@@ -129,6 +129,14 @@ def test_settings_that_contradict_each_other_are_refused(file: Path) -> None:
 
 def test_nobody_else_reaches_an_engine_unless_told_otherwise() -> None:
     assert is_loopback(Config().bind_host or Config().host)
+
+
+def test_peers_are_given_an_address_to_dial_and_no_name() -> None:
+    assert is_loopback(numeric("localhost"))
+    assert numeric("10.0.0.1") == "10.0.0.1"
+    assert numeric("::1") == "::1"
+    with pytest.raises(ConfigError, match="has no address"):
+        numeric("no host; at all")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

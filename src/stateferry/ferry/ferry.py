@@ -18,7 +18,7 @@ from stateferry.config import Config
 from stateferry.errors import ConfigError
 from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.guard import Guard
-from stateferry.ferry.keys import ControlKey, control_key, is_loopback
+from stateferry.ferry.keys import ControlKey, control_key, is_loopback, numeric
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.outbox import Outbox
 from stateferry.ferry.producer import ProducerService
@@ -187,6 +187,7 @@ class Ferry:
             registration = transport.register(setup.regions)
             guard = Guard(context, listener, self._key, setup.clock)
             port = _bind(listener, setup.bind_host, setup.port)
+            host = numeric(setup.host)
         except Exception as e:
             transport.close()
             self._give_up(context, listener, e)
@@ -222,7 +223,7 @@ class Ferry:
         poller.register(listener, zmq.POLLIN)
         for socket in guard.sockets:
             poller.register(socket, zmq.POLLIN)
-        self._address = RankAddress(setup.host, port, setup.layout.epoch)
+        self._address = RankAddress(host, port, setup.layout.epoch)
         self._started.set()
         try:
             self._loop(poller, listener, guard, producer, consumer)

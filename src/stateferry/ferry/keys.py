@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import secrets
+import socket
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,3 +116,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def numeric(host: str) -> str:
+    """An address that peers dial without looking a name up. Raises ConfigError for an unknown name."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(
+            f"host {host!r} has no address: {e}. Set 'host' in kv_connector_extra_config"
+        ) from e
+    return str(found[0][4][0])

@@ -179,7 +179,9 @@ class ProducerTarget(_Target):
             received=False,
         )
         self.send([encode_message(over)])
+        granted = self.producer.ferry.counters.granted
         self._own = self.producer.grant(40, TABLES, f"own{self._sequence}")
+        wait_until(lambda: self.producer.ferry.counters.granted > granted)
         own = self._own.transfer_id
         victims_name = claimant_name(self.consumer.layout.engine_id, VICTIM)
         tables = table_digest(40, self._own.block_ids, self._own.first_blocks, self._own.prefix_digest)

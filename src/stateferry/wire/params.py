@@ -5,6 +5,7 @@ The top-level names are the ones that routers and vLLM know; everything of ours 
 anything here: parsing never raises anything but ProtocolError.
 """
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ Printable = Annotated[
     ),
 ]
 """No line break that would forge a log line, no half of a character that cannot be sent."""
-Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"\A[0-9A-Za-z.:_%-]+\Z")]
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[0-9A-Za-z.:_%-]+\Z")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
@@ -138,6 +139,14 @@ def parse_offer(params: Mapping[str, Any]) -> Offer:
             f"kv_transfer_params name {len(read.remote_block_ids)} block tables in remote_block_ids but "
             f"{len(ours.first_blocks)} positions in stateferry.first_blocks"
         )
+    for rank in ours.ranks:
+        try:
+            ipaddress.ip_address(rank.host)
+        except ValueError as e:
+            # A name would be looked up by the thread that carries everybody's messages, at a client's word.
+            raise ProtocolError(
+                f"kv_transfer_params name a rank at {rank.host!r}, which is no address"
+            ) from e
     if len({(rank.host, rank.port) for rank in ours.ranks}) != len(ours.ranks):
         raise ProtocolError("kv_transfer_params name the same address for two ranks in stateferry.ranks")
     return Offer(
