@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -212,6 +212,25 @@ def test_a_fresh_connection_leaves_reads_over_the_old_one_alone() -> None:
         assert arrived(producer, consumer, ELSEWHERE)
         wait_until(lambda: old.closed)
         assert not fresh.closed
+
+
+@pytest.mark.parametrize("reborn", [False, True])
+def test_there_is_no_fresh_connection_to_a_producer_that_is_gone(reborn: bool) -> None:
+    with pair(handshake_timeout_s=0.5) as (producer, consumer, recorder):
+        offer = with_faults(producer.grant(40, TABLES), {"kind": "delay", "polls": 1 << 20})
+        consumer.open("r", offer)
+        consumer.load("r", offer, LOCAL)
+        wait_until(lambda: len(recorder.transfers) == 1 and producer.ferry.counters.claimed == 1)
+        producer.ferry.stop()
+        with ExitStack() as stack:
+            if reborn:
+                stack.enter_context(EngineRank("p", port=offer.ranks[0].port))
+            recorder.transfers[0]._polls_left = 0  # type: ignore[attr-defined]
+            results = consumer.wait_received("r")
+        assert results.failed == {"r"}
+        expected = "it was restarted" if reborn else "no answer to the hand-shake"
+        assert expected in results.reports[0].reason
+        assert (results.reports[0].retries, len(recorder.transfers)) == (0, 1)
 
 
 def shared_out(engine_id: str, tp_rank: int, tp_size: int) -> CacheLayout:

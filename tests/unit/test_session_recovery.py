@@ -12,6 +12,8 @@ def steps(budget: int, **facts: bool) -> list[Next]:
     recovery, made = Recovery(budget), []
     while not made or made[-1] is not Next.GIVE_UP:
         made.append(recovery.after_failure(**{**GOOD, **facts}))
+        if made[-1] in (Next.REPOST, Next.RECONNECT):
+            recovery.posted()
     assert recovery.retries == len(made) - 1
     return made
 

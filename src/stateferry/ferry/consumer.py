@@ -48,6 +48,9 @@ from stateferry.wire import (
 
 logger = logging.getLogger(__name__)
 
+LAPSE_LOOK_S = 0.05
+"""How often hand-offs that only wait are looked at: there may be many, and a turn takes microseconds."""
+
 MESSAGES_PER_TURN = 256
 """Messages of one peer that are read before everybody else gets a turn."""
 
@@ -90,6 +93,7 @@ class ConsumerService:
         self._readings: dict[RequestId, Reading] = {}
         self._ended: list[Ended] = []
         self._lost: list[RequestId] = []
+        self._next_look_s = 0.0
         self._warnings = LogLimit()
 
     # -- orders from vLLM ------------------------------------------------------------------------
@@ -272,6 +276,9 @@ class ConsumerService:
         self._links.tick(self._renew)
         self._links.sweep(self._pending_peers)
         now_s = self._clock.now_s()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LAPSE_LOOK_S
         for handoff in self._handoffs.values():
             if handoff.load is not None or handoff.failure:
                 continue

@@ -28,12 +28,16 @@ class Part:
     """Which of its link's connections `peer` is."""
     transfer: Transfer
     recovery: Recovery
-    reads: int = 1
     state: TransferState = TransferState.PENDING
     error: str = ""
     """Set once there is no next try."""
     waits: bool = False
     """For a fresh connection."""
+
+    @property
+    def reads(self) -> int:
+        """Tries so far, the first included."""
+        return 1 + self.recovery.retries
 
     @property
     def done(self) -> bool:
@@ -78,7 +82,7 @@ class Part:
         """The next try, over whatever connection the link has now."""
         assert link.peer is not None
         self.waits = False
-        self.reads += 1
+        self.recovery.posted()
         self.peer, self.connection = link.peer, link.connections
         try:
             self.transfer = post(self.peer, self.batch, self.reads)

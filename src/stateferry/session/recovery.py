@@ -29,11 +29,11 @@ class Recovery:
     budget: int
     """How many tries there are after the first."""
     retries: int = 0
-    """How many of them were made."""
+    """How many of them were posted."""
     reconnected: bool = False
 
     def after_failure(self, *, quiet: bool, usable: bool, hopeful: bool) -> Next:
-        """Decide, and count what was decided. Ask again after WAIT, and only then.
+        """Decide. After REPOST, and after RECONNECT once there is a connection, post and call `posted`.
 
         `quiet`: no byte of the failed try can land any more. `usable`: its connection can be posted
         on. `hopeful`: with these bytes the hand-off would still succeed (deadline, lease, nobody gave up).
@@ -44,8 +44,11 @@ class Recovery:
             return Next.WAIT
         if self.reconnected or self.retries >= self.budget:
             return Next.GIVE_UP
-        self.retries += 1
-        if usable and self.retries < self.budget:
+        if usable and self.retries + 1 < self.budget:
             return Next.REPOST
         self.reconnected = True
         return Next.RECONNECT
+
+    def posted(self) -> None:
+        """The next try was posted."""
+        self.retries += 1
