@@ -45,6 +45,8 @@ from stateferry.wire import (
     RenewalAnswer,
 )
 
+pytestmark = pytest.mark.timeout(300)  # seconds of work, but a crowded machine has others to serve
+
 LEASE_S = 15.0
 TIMEOUT_S = 40.0
 AHEAD_S = 5000.0
