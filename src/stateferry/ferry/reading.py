@@ -179,13 +179,13 @@ class Reading:
                 return
             by_link = [_merged_pieces(link.plan, load.groups) for link in links]
             self.bytes_by_group = _check_bytes(layout, load.groups, by_link)
+            # Faults are the transport's; what else is ordered is done to the pieces here.
+            damage = {key: what for key, what in (offer.tamper or {}).items() if key != "faults"}
             if config.testing:
                 for pieces in by_link:
-                    memory.fill(concatenate(pieces), 0x00 if offer.tamper else 0xFF)
-            if config.testing and tamper is not None and offer.tamper is not None:
-                by_link = [
-                    tamper(offer.tamper, layout, link.plan, load.groups) for link in links if link.plan
-                ]
+                    memory.fill(concatenate(pieces), 0x00 if damage else 0xFF)
+            if config.testing and tamper is not None and damage:
+                by_link = [tamper(damage, layout, link.plan, load.groups) for link in links if link.plan]
                 self.bytes_by_group = tuple(
                     sum(pieces[i].total_bytes for pieces in by_link) for i in range(len(load.groups))
                 )
