@@ -5,7 +5,7 @@ caches and the planner are both under test. `layout/reference.py` judges the pla
 """
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.unit.cache_kinds import (
     EQUAL_ONLY,
@@ -36,7 +36,13 @@ def test_every_byte_of_a_random_cache_arrives_once_and_right(kind: str) -> None:
 def prove(kind: str, phases: tuple[Phase, ...]) -> None:
     """Random caches of this kind."""
 
-    @settings(max_examples=16, deadline=None, database=None, phases=phases)
+    @settings(
+        max_examples=16,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=[HealthCheck.too_slow],  # no verdict on how busy the machine is
+    )
     @given(handovers(kind), st.booleans(), st.data())
     def check(case: Handover, merge: bool, data: st.DataObject) -> None:
         rank = data.draw(st.integers(0, case.consumer_size - 1))
