@@ -206,7 +206,9 @@ def test_a_read_that_outlasts_its_lease_is_a_failed_read() -> None:
         clock.advance(1.01 * producer.config.lease_s)
         results = consumer.wait_received("r")
         assert results.failed == {"r"}
-        assert "lease" in results.reports[-1].reason
+        # Its claim's answer may have come before that look, or not yet.
+        reason = results.reports[-1].reason
+        assert "lease" in reason or "did not answer the claim" in reason
 
 
 @pytest.mark.parametrize("verify", [Verify.STATE, Verify.ALL])

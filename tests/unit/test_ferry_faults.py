@@ -154,7 +154,9 @@ def test_nothing_is_tried_again_once_the_lease_is_over() -> None:
         recorder.transfers[0]._lands_after = 0  # type: ignore[attr-defined]
         results = consumer.wait_received("r")
         assert results.failed == {"r"}
-        assert "lease" in results.reports[0].reason
+        # Its claim's answer may have come before that look, or not yet.
+        reason = results.reports[0].reason
+        assert "lease" in reason or "did not answer the claim" in reason
         assert len(recorder.transfers) == 1
 
 

@@ -80,6 +80,21 @@ def test_a_claim_that_nobody_answers_is_given_up_before_blocks_are_given() -> No
         assert not consumer.wait_received("s").failed
 
 
+def test_a_read_whose_claim_nobody_answers_is_given_up_long_before_its_deadline() -> None:
+    clock = VirtualClock()
+    with EngineRank("p", clock=VirtualClock()) as producer, EngineRank("d", clock=clock) as consumer:
+        producer.write_tags(1)
+        offer = producer.offer(40, TABLES)
+        consumer.open("r", offer)
+        consumer.load("r", offer, LOCAL)
+        # Every byte is there, and still nobody has said that the offer is ours.
+        wait_until(lambda: consumer.page(1, LOCAL[1][0]) == producer.page(1, TABLES[1][0]))
+        clock.advance(1.1 * producer.config.lease_s)
+        results = consumer.wait_received("r")
+        assert results.failed == {"r"}
+        assert "did not answer the claim" in results.reports[0].reason
+
+
 def test_block_ids_out_of_range_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "stateferry"),

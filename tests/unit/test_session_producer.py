@@ -96,6 +96,20 @@ def test_a_claim_extends_the_lease(ledger: Ledger) -> None:
     assert ledger.expire(14.0 + LEASE_S)[0]
 
 
+def test_a_rank_that_gives_up_early_speaks_for_the_others_and_they_hear_of_it(ledger: Ledger) -> None:
+    """Symptom: the other rank's claim was dropped without an answer, and its request waited a minute."""
+    for rank in (0, 1):
+        assert ledger.claim(claim("a", rank=rank, size=2), f"sender {rank}", 0.0) is None
+    ledger.release(release("a", rank=0, size=2))
+    assert ledger.grant(grant("a"), 1.0) == []
+    assert ledger.take_finished() == ["request-a"]
+    _, ((sender, answer),) = ledger.expire(PARK_S)
+    assert sender == "sender 1"
+    assert "was released" in answer.reason
+    ledger.check_integrity()
+    assert ledger.parked_count == 0
+
+
 def test_a_claim_before_its_grant_waits_and_is_answered_with_it(ledger: Ledger) -> None:
     assert ledger.claim(claim("a"), "sender", 0.0) is None
     ((sender, answer),) = ledger.grant(grant("a"), 1.0)

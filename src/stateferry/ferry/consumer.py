@@ -272,7 +272,7 @@ class ConsumerService:
                 self._quarantine(reading, now_s)
 
     def tick(self) -> None:
-        """Deadlines of links, and of hand-offs that wait for blocks: better lost before vLLM gives any."""
+        """Deadlines of links, and of claims and leases: better lost before vLLM gives any blocks."""
         self._links.tick(self._renew)
         self._links.sweep(self._pending_peers)
         now_s = self._clock.now_s()
@@ -280,7 +280,7 @@ class ConsumerService:
             return
         self._next_look_s = now_s + LAPSE_LOOK_S
         for handoff in self._handoffs.values():
-            if handoff.load is not None or handoff.failure:
+            if handoff.failure:
                 continue
             why = handoff.lapsed(now_s) if handoff.claimed else self._unanswered(handoff, now_s)
             if why:

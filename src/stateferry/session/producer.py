@@ -232,12 +232,14 @@ class Ledger:
 
     def _release_early(self, release: Release) -> None:
         """A release overtook the grant: nothing was read yet, so one rank that gave up speaks for all.
+        Its other ranks' claims stay parked, and are refused when their time is over.
         Another claimant, who waits for the same grant, may still have the offer."""
         parked = self._parked.pop(release.transfer_id, [])
-        others = [p for p in parked if p.claim.claimant != release.claimant]
+        gone = (release.claimant, release.tp_rank)
+        others = [p for p in parked if (p.claim.claimant, p.claim.tp_rank) != gone]
         if others:
             self._parked[release.transfer_id] = others
-        else:
+        if all(p.claim.claimant == release.claimant for p in others):
             self._remember(release.transfer_id, f"was released by {release.claimant} before it was granted")
 
     def _end(self, holding: Holding, became: str) -> None:
