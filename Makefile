@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check gate fuzz clean
+.PHONY: help setup demo test check gate soak fuzz clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -28,6 +28,9 @@ gate: setup ## The accuracy gate on the bundled model; ARGS=--full for the long 
 
 fuzz: setup ## Damaged messages for as long as you like; ARGS=-max_total_time=600 (needs atheris)
 	@$(BIN)/python tools/fuzz_wire.py $(ARGS)
+
+soak: setup ## Half an hour of hand-offs with faults and cancellations; ARGS="--minutes 3"
+	@$(BIN)/stateferry soak $(ARGS)
 
 clean: ## Remove .venv and all caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

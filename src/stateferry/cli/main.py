@@ -13,6 +13,7 @@ from stateferry.cli.gate import gate
 from stateferry.cli.inspect import inspect
 from stateferry.cli.key import key
 from stateferry.cli.serve import PASS_ON, serve_app
+from stateferry.cli.soak import soak
 from stateferry.cli.version import version
 from stateferry.errors import ConfigError, EngineError, StateFerryError
 
@@ -55,6 +56,7 @@ app.command(
     context_settings=PASS_ON,
 )(inspect)
 app.command("doctor", short_help="Find what keeps engines from handing off, and what to do.")(doctor)
+app.command("soak", short_help="Hand off for a long time, with faults and clients that leave.")(soak)
 app.add_typer(bench_app, name="bench", short_help="Measure, with every arm in the same run.")
 app.command("key", short_help="Make the secret that engines know each other by.")(key)
 app.command("version", short_help="Print what is installed.")(version)
