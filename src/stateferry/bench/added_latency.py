@@ -123,7 +123,8 @@ def measure(
             for arm in rng.sample(list(arms), len(arms)):
                 arm.go_on()
                 one_s, pair_s = _turn(client, arm, length, rng)
-                arm.stop()
+                if len(arms) > 1:
+                    arm.stop()
                 if number >= 0:
                     result.arms[arm.name].one_engine_s.append(one_s)
                     result.arms[arm.name].pair_s.append(pair_s)
