@@ -70,7 +70,7 @@ def test_a_describe_request_keeps_no_block(pair: Pair, client: Client) -> None:
         assert ask_engine(engine.url) == ask_engine(engine.url)
         client.reset_prefix_cache(engine.url)
         assert client.cache_usage(engine.url) == 0.0
-    answer = client.handoff(pair.prefill.url, pair.decode.url, "Hello", max_tokens=4)
+    answer = client.handoff(pair.prefill.url, pair.decode.url, [1, 2, 3, 4], max_tokens=4)
     assert answer.received["outcome"] == "received"
     assert ask_engine(pair.prefill.url) == before
 
