@@ -37,6 +37,8 @@ class Auth(enum.Enum):
     NONE = "none"
 
 
+MAX_PORT = 65535
+
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
@@ -55,7 +57,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     can talk to the control sockets. Required off loopback."""
     auth: Auth = Auth.AUTO
     """`auto`: by `auth_key_file`. `none`: answer everybody, even where other machines can reach us."""
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
     """First control port; rank r of this engine listens on `port + r`. 0: the system picks."""
     lease_s: Seconds = 15.0
     """How long a producer keeps a finished request's blocks without hearing from a consumer.
@@ -101,6 +103,20 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     if config.faults and config.transport is not TransportName.FAULTS:
         raise ConfigError("key 'faults' is set, but 'transport' is not 'faults': nothing would obey it")
     return config
+
+
+def control_port(first: int, data_parallel_index: int, tp_size: int, tp_rank: int) -> int:
+    """Where a rank's control socket binds: one port each for all ranks of all data-parallel engines that
+    share `first`. 0: the system picks. Raises ConfigError past the last port there is."""
+    if not first:
+        return 0
+    port = first + data_parallel_index * tp_size + tp_rank
+    if port > MAX_PORT:
+        raise ConfigError(
+            f"key 'port' = {first}: rank {tp_rank} of data-parallel engine {data_parallel_index} would "
+            f"listen on {port}, past {MAX_PORT}; choose a smaller one, or 0 to let the system pick"
+        )
+    return port
 
 
 def _explain(text: str, extra: Mapping[str, Any]) -> str:

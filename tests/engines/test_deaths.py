@@ -122,7 +122,7 @@ def test_the_prefill_engine_dies_during_the_read(victims: Victims) -> None:
     victims.pair.prefill.child.kill()
     assert answer.result(100).decode.token_ids == victims.expected[1]
     assert answer.result().received["outcome"] == "failed"
-    assert answer.result().received["pieces"] > 0, "it failed before the read"
+    assert "process is gone" in answer.result().received["reason"], answer.result().received["reason"]
     assert victims.count("stateferry_handoffs_total", outcome="received") == before
     victims.revive()
     victims.assert_well()

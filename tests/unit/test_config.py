@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stateferry.config import Config, TransportName, Verify, parse_config
+from stateferry.config import Config, TransportName, Verify, control_port, parse_config
 from stateferry.errors import ConfigError
 
 
@@ -78,3 +78,11 @@ def test_the_page_of_settings_is_what_the_code_says() -> None:
         check=True,
     )
     assert (root / "docs" / "configuration.md").read_text() == made.stdout
+
+
+def test_every_rank_of_every_data_parallel_engine_has_a_port_of_its_own() -> None:
+    ports = [control_port(20000, engine, 8, rank) for engine in range(4) for rank in range(8)]
+    assert len(set(ports)) == 32
+    assert {control_port(0, engine, 8, 3) for engine in range(4)} == {0}
+    with pytest.raises(ConfigError, match=r"'port' = 65530.*choose a smaller one"):
+        control_port(65530, 0, 8, 6)

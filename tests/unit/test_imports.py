@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,13 @@ def source_files() -> dict[str, str]:
     return files
 
 
-def imports(module: str, text: str) -> Iterator[tuple[str, ast.stmt, bool]]:
+@cache
+def imports(module: str, text: str) -> tuple[tuple[str, ast.stmt, bool], ...]:
     """Every imported name of a module as (dotted name, statement, whether it runs at import)."""
+    return tuple(_imports(module, text))
+
+
+def _imports(module: str, text: str) -> Iterator[tuple[str, ast.stmt, bool]]:
     tree = ast.parse(text)
     late = {
         id(inner)

@@ -140,7 +140,7 @@ class Reading:
             request_id=self.handoff.request_id,
             transfer_id=self.handoff.offer.transfer_id,
             outcome=outcome,
-            reason=self.handoff.failure,
+            reason=self._reason(),
             tokens=self.handoff.offer.num_tokens,
             groups=tuple(g.group for g in load.groups) if (load := self.handoff.load) else (),
             bytes_by_group=self.bytes_by_group or (0,) * (len(load.groups) if load else 0),
@@ -151,6 +151,12 @@ class Reading:
             total_s=now_s - self.ordered_s,
             retries=sum(part.recovery.retries for part in self.parts),
         )
+
+    def _reason(self) -> str:
+        """Why it failed: what ended it, and what had gone wrong before that."""
+        ended = self.handoff.failure
+        before = next((part.transfer.error for part in self.parts if part.transfer.error), "")
+        return f"{ended}; its read had failed: {before}" if ended and before not in ended else ended
 
     def status(self) -> ReadStatus | None:
         """What all parts say together, as of the last `advance`; None: nothing was posted."""

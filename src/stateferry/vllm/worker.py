@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stateferry.config import Config
+from stateferry.config import Config, control_port
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
 from stateferry.ids import EngineId, RequestId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
@@ -92,7 +92,6 @@ class WorkerHalf:
             memory_kind=self._device,
         )
         host = self._config.host
-        first_port = self._config.port
         self._ferry = Ferry(
             FerrySetup(
                 config=self._config,
@@ -102,7 +101,7 @@ class WorkerHalf:
                 make_transport=lambda: create_transport(name, options),
                 host=host,
                 bind_host=self._config.bind_host or host,
-                port=first_port + parallel.data_parallel_index * tp_size + tp_rank if first_port else 0,
+                port=control_port(self._config.port, parallel.data_parallel_index, tp_size, tp_rank),
                 software=f"stateferry/{layout.facts.get('stateferry', '?')} vllm/{vllm_version()}",
                 tamper=tamper if self._config.testing else None,
             )
