@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 MINUTES = 3
+STATEFERRY = (sys.executable, "-c", "from stateferry.cli.main import main; main()")
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 def test_a_short_soak_passes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stateferry", "soak", "--minutes", str(MINUTES), "--json"]
+    command = [*STATEFERRY, "soak", "--minutes", str(MINUTES), "--json"]
     done = subprocess.run(
         [*command, "--log-folder", str(tmp_path)],
         env=os.environ | {"COLUMNS": "160"},

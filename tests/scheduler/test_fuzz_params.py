@@ -62,7 +62,10 @@ def changed(value: Any, draw: random.Random) -> Any:
         if what == 0:
             return {k: v for k, v in value.items() if k != key}
         if what == 1:
-            return {**value, draw.choice(["surprise", "", "tamper", "\ud800", key * 2]): draw.choice(JUNK)}
+            return {
+                **value,
+                draw.choice(["surprise", "", "tamper", "\ud800", f"{key}{key}"]): draw.choice(JUNK),
+            }
         if what == 2:
             return {**value, key: copy.deepcopy(value[draw.choice(list(value))])}
         return {**value, key: changed(value[key], draw)}

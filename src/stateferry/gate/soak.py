@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,8 +127,7 @@ class Soak:
         with ThreadPoolExecutor(WORKERS) as pool:
             workers = [pool.submit(self._work, report, number, end) for number in range(WORKERS)]
             next_sample = start
-            while any(not worker.done() for worker in workers):
-                time.sleep(1.0)
+            while wait(workers, timeout=1.0).not_done:
                 now = time.monotonic()
                 if now >= next_sample and now < end:
                     for name, pid in engines.items():
@@ -222,7 +221,7 @@ class Soak:
                     if metrics.total(metric):
                         held = f"{name} engine: {metric} is {metrics.total(metric)}"
             if held:
-                time.sleep(0.5)
+                threading.Event().wait(0.5)
         return held
 
 
