@@ -50,6 +50,7 @@ def test_without_prefix_caching_and_loaded_by_module_path(
         assert_exact(client, prefill, decode, (3, 17, 127, 128, 129, 600), tokens=4)
 
 
+@pytest.mark.by_hand  # four workers on two cores wait for each other for minutes
 def test_two_ranks_on_each_side(stack: Stack, random_model: Path) -> None:
     with (
         started(stack, random_model, extra_config=PATIENT, tp_size=2, max_model_len=2048, consumer={}) as (
