@@ -12,7 +12,7 @@ ITEMS = [
     *(f"F{number}" for number in (1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 14, 15, 16, 17, 18, 19, 20)),
     *(f"W{number}" for number in range(1, 34)),
 ]
-"""Every failure seen in the field, every weakness of the other connector. 6, 10 and 12 were merged away."""
+"""Every failure seen in the field, every weakness of the other connector. There is no 6, 10 or 12."""
 COLUMNS = 4
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 NO_TEST = "none: "
