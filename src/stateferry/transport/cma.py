@@ -32,6 +32,7 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, batch_ends, cut, resolve_pieces
+from stateferry.transport.settling import SettlingTransfer
 
 SLICE_BYTES = 32 << 20
 """Most bytes that one `poll` moves: a few milliseconds of copying."""
@@ -135,19 +136,9 @@ class CmaTransport(Transport):
 
     def _refusal(self, blob: _Registration) -> str:
         """What /proc shows against reading that process; empty: nothing."""
-        ours = self.view.boot_id()
-        if blob.boot_id != ours:
-            return (
-                f"the peer runs on another host ({blob.hostname}, boot id {blob.boot_id}; this is "
-                f"{linux.hostname()}, boot id {ours}); use transport nixl"
-            )
-        namespace = self.view.pid_namespace()
-        if blob.pid_namespace != namespace:
-            return (
-                f"the peer runs in another PID namespace ({blob.pid_namespace}; this process is in "
-                f"{namespace}); share it (docker: --pid=container:NAME, Kubernetes: shareProcessNamespace) "
-                f"or use transport nixl"
-            )
+        elsewhere = linux.elsewhere(blob.boot_id, blob.hostname, blob.pid_namespace, self.view)
+        if elsewhere:
+            return elsewhere
         started = self.view.start_time(blob.pid)
         if started is not None and blob.start_time is not None and started != blob.start_time:
             return f"no such process: {blob.pid} is another process now (the peer's engine ended)"
@@ -198,14 +189,13 @@ class _CmaPeer(Peer):
         self.closed = True
 
 
-class _CmaTransfer(Transfer):
-    """Batches of at most 1,023 pieces and the cookie; one system call each."""
+class _CmaTransfer(SettlingTransfer):
+    """Batches of at most 1,023 pieces and the cookie; one system call each. Bytes land only while `poll`
+    runs."""
 
     def __init__(self, peer: _CmaPeer, spans: Spans) -> None:
+        super().__init__(int(spans.sizes.sum()), f"cma: reading process {peer.pid}")
         self._peer = peer
-        self._bytes_done = 0
-        self._total = int(spans.sizes.sum())
-        self._state = TransferState.PENDING if self._total else TransferState.DONE
         self._next = 0
         spans = cut(spans, SLICE_BYTES)
         self._ends = batch_ends(spans.sizes, SLICE_BYTES, linux.MAX_IOVECS - 1)
@@ -214,15 +204,6 @@ class _CmaTransfer(Transfer):
         cookie = (peer.cookie_address, COOKIE_BYTES)
         self._local = linux.build_iovecs(spans.local, spans.sizes, self._ends, found)
         self._remote = linux.build_iovecs(spans.remote, spans.sizes, self._ends, cookie)
-
-    @property
-    def bytes_done(self) -> int:
-        return self._bytes_done
-
-    @property
-    def quiet(self) -> bool:
-        """Bytes land only while `poll` runs, so whatever is not pending is quiet."""
-        return self._state is not TransferState.PENDING
 
     def cancel(self) -> None:
         if self._state is TransferState.PENDING:
@@ -290,7 +271,3 @@ class _CmaTransfer(Transfer):
 
     def _where(self, entry: int) -> str:
         return self._peer.remote.locate(int(self._remote["base"][entry]))
-
-    def _fail(self, why: str) -> None:
-        self.error = f"cma: reading process {self._peer.pid}: {why}"
-        self._state = TransferState.FAILED

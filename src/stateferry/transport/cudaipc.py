@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from stateferry.errors import ProtocolError, TransportClosed, TransportError, TransportUnavailable
 from stateferry.layout.spec import Pieces
@@ -28,9 +29,12 @@ from stateferry.transport.base import (
     Transport,
     TransportOptions,
 )
-from stateferry.transport.pieces import RegionTable, resolve_pieces
+from stateferry.transport.pieces import RegionTable, Spans, resolve_pieces
+from stateferry.transport.settling import SettlingTransfer
 
 COOKIE_BYTES = 32
+_ADDRESSES, _REGIONS = np.empty(0, np.uint64), np.empty(0, np.int64)
+NOTHING = Spans(_ADDRESSES, _ADDRESSES, _ADDRESSES, _REGIONS, _REGIONS)
 MAX_REGISTRATION_BYTES = 1 << 20
 
 _Size = Annotated[int, msgspec.Meta(gt=0)]
@@ -166,15 +170,9 @@ class _LiveProcess:
     """Tells whether the process that registered still lives. Raises TransportUnavailable when it does not."""
 
     def __init__(self, blob: _Registration, view: linux.ProcView) -> None:
-        if blob.boot_id != view.boot_id():
-            raise TransportUnavailable(
-                f"cudaipc: the peer runs on another host ({blob.hostname}); use transport nixl"
-            )
-        if blob.pid_namespace != view.pid_namespace():
-            raise TransportUnavailable(
-                f"cudaipc: the peer runs in another PID namespace ({blob.pid_namespace}; this process is in "
-                f"{view.pid_namespace()}): share it, or use transport nixl"
-            )
+        elsewhere = linux.elsewhere(blob.boot_id, blob.hostname, blob.pid_namespace, view)
+        if elsewhere:
+            raise TransportUnavailable(f"cudaipc: {elsewhere}")
         try:
             self._descriptor = os.pidfd_open(blob.pid)
         except OSError as e:
@@ -249,8 +247,7 @@ class _CudaIpcPeer(Peer):
 
     def _probe(self) -> None:
         """Read the cookie once: a registration of an earlier life must not be connected to."""
-        empty = resolve_pieces(_no_pieces(), self.transport.local, self.remote)
-        launched = self.gatherer.launch(empty, self.cookie_address, COOKIE_BYTES)
+        launched = self.gatherer.launch(NOTHING, self.cookie_address, COOKIE_BYTES)
         launched.wait()
         why = self.why_gone(launched.seal())
         self.gatherer.retire(launched)
@@ -263,36 +260,18 @@ class _CudaIpcPeer(Peer):
             cuda_driver.unmap(self._mapped.pop())
 
 
-def _no_pieces() -> Pieces:
-    import numpy as np
-
-    empty = np.empty(0, np.int64)
-    return Pieces(empty, empty, empty, empty, empty)
-
-
-class _CudaIpcTransfer(Transfer):
+class _CudaIpcTransfer(SettlingTransfer):
     """One launch. The device writes into our blocks until its event is done."""
 
-    def __init__(self, peer: _CudaIpcPeer, spans: Any) -> None:
+    def __init__(self, peer: _CudaIpcPeer, spans: Spans) -> None:
+        super().__init__(int(spans.sizes.sum()), "cudaipc")
         self._peer = peer
-        self._total = int(spans.sizes.sum())
-        self._bytes_done = 0
-        self._state = TransferState.PENDING if self._total else TransferState.DONE
         self._launched: Any = None
         if self._total:
             try:
                 self._launched = peer.gatherer.launch(spans, peer.cookie_address, COOKIE_BYTES)
             except (RuntimeError, TransportError) as e:  # torch's, triton's and the driver's errors
                 self._fail(f"could not launch: {e}")
-
-    @property
-    def bytes_done(self) -> int:
-        return self._bytes_done
-
-    @property
-    def quiet(self) -> bool:
-        """Only the kernel writes, so whatever is terminal is quiet."""
-        return self._state is not TransferState.PENDING
 
     def poll(self) -> TransferState:
         if self._state is not TransferState.PENDING:
@@ -313,7 +292,3 @@ class _CudaIpcTransfer(Transfer):
             self._state = TransferState.DONE
         self._launched = None
         return self._state
-
-    def _fail(self, why: str) -> None:
-        self.error = f"cudaipc: {why}"
-        self._state = TransferState.FAILED

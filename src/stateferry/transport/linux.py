@@ -123,6 +123,23 @@ def hostname() -> str:
     return socket.gethostname()
 
 
+def elsewhere(boot_id: str, host: str, pid_namespace: str, view: ProcView) -> str:
+    """Why a process that said so of itself cannot be named from here; empty: it can."""
+    ours = view.boot_id()
+    if boot_id != ours:
+        return (
+            f"the peer runs on another host ({host}, boot id {boot_id}; this is {hostname()}, boot id "
+            f"{ours}); use transport nixl"
+        )
+    namespace = view.pid_namespace()
+    if pid_namespace != namespace:
+        return (
+            f"the peer runs in another PID namespace ({pid_namespace}; this process is in {namespace}); "
+            "share it (docker: --pid=container:NAME, Kubernetes: shareProcessNamespace) or use transport nixl"
+        )
+    return ""
+
+
 def explain(code: int) -> str:
     """An errno of process_vm_readv in words that fit a transfer under way."""
     reason = {

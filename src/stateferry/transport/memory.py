@@ -24,6 +24,7 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, resolve_pieces
+from stateferry.transport.settling import SettlingTransfer
 
 
 class _Shelf:
@@ -114,21 +115,12 @@ class _MemoryPeer(Peer):
         self.closed = True
 
 
-class _MemoryTransfer(Transfer):
+class _MemoryTransfer(SettlingTransfer):
     def __init__(self, peer: _MemoryPeer, spans: Spans) -> None:
+        super().__init__(int(spans.sizes.sum()), "memory")
         self._peer = peer
         self._spans = spans
         self._polls_left = peer.transport.polls
-        self._bytes_done = 0
-        self._state = TransferState.PENDING if len(spans.sizes) else TransferState.DONE
-
-    @property
-    def bytes_done(self) -> int:
-        return self._bytes_done
-
-    @property
-    def quiet(self) -> bool:
-        return self._state is not TransferState.PENDING
 
     def poll(self) -> TransferState:
         if self._state is not TransferState.PENDING:
@@ -151,9 +143,5 @@ class _MemoryTransfer(Transfer):
     def _copy(self) -> None:
         for local, remote, size in zip(*(a.tolist() for a in self._spans[:3]), strict=True):
             ctypes.memmove(local, remote, size)
-        self._bytes_done = int(self._spans.sizes.sum())
+        self._bytes_done = self._total
         self._state = TransferState.DONE
-
-    def _fail(self, why: str) -> None:
-        self.error = f"memory: {why}"
-        self._state = TransferState.FAILED
