@@ -11,6 +11,8 @@ from stateferry.models import RECALL_GDN, write_random_checkpoint
 from stateferry.stack import Client, Engine, EngineSpec, Role, Router, Stack
 
 START_TIMEOUT_S = 280.0
+PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 120}
+"""Four workers on two cores leave threads waiting for half a minute: that is not what is tested here."""
 LOG_LINES = 60
 _STACK = pytest.StashKey[Stack]()
 

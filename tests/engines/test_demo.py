@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-from stateferry.stack import Client, Server, Stack
+from tests.engines.command import STATEFERRY
 
-STATEFERRY = (sys.executable, "-c", "from stateferry.cli.main import main; main()")
+from stateferry.stack import Client, Server, Stack
 
 
 def test_the_demo_passes_and_says_what_it_saw() -> None:

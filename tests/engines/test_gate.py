@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.engines.command import STATEFERRY
 
 TIMEOUT_S = 900
-STATEFERRY = (sys.executable, "-c", "from stateferry.cli.main import main; main()")
 
 
 @pytest.mark.timeout(TIMEOUT_S)

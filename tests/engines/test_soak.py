@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.engines.command import STATEFERRY
 
 MINUTES = 3
-STATEFERRY = (sys.executable, "-c", "from stateferry.cli.main import main; main()")
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

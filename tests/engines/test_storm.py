@@ -8,7 +8,7 @@ import pytest
 from tests.engines.conftest import Pair
 
 from stateferry.models import recall_prompt
-from stateferry.stack import AnswerError, Client, Router
+from stateferry.stack import AnswerError, Client, Router, held
 
 REQUESTS = 64
 CONCURRENCY = 16
@@ -26,14 +26,7 @@ def prompt_of(index: int) -> list[int]:
 
 def everything_is_free(client: Client, pair: Pair) -> str:
     """Empty when both engines hold nothing; otherwise what is still held."""
-    for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
-        # An idle engine takes no steps, so its ferry's counts are old: make it take some.
-        client.complete(engine.url, [1, 2, 3], 1)
-        metrics = client.metrics(engine.url)
-        for metric in ("vllm:kv_cache_usage_perc", "stateferry_open_handoffs"):
-            if metrics.total(metric):
-                return f"{name} engine: {metric} is {metrics.total(metric)}"
-    return ""
+    return held(client, {"prefill": pair.prefill, "decode": pair.decode})
 
 
 def assert_settles(client: Client, pair: Pair) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from tests.engines.conftest import PATIENT
 from tests.engines.continuation import random_prompt
 
 from stateferry.models import RECALL_GDN, recall_prompt, write_random_checkpoint
 from stateferry.stack import Client, Completion, EngineSpec, Role, Stack
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
-PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 60}
 LENGTHS = (20, 300, 700)
 TRIES = 5
 """A hand-off that fails by a deadline is asked again: three workers on two cores starve each other's threads
@@ -47,7 +47,12 @@ def random_bytes(length: int) -> list[int]:
 
 def check(stack: Stack, model: Path, prompt_of: Callable[[int], list[int]]) -> None:
     """Hand prompts from the engine of one rank to that of two and back; print what was measured."""
-    common = {"model": model, "role": Role.BOTH, "extra_config": PATIENT, "max_model_len": 2048}
+    common = {
+        "model": model,
+        "role": Role.BOTH,
+        "extra_config": {**PATIENT, "handshake_timeout_s": 60},
+        "max_model_len": 2048,
+    }
     # vLLM's Mamba 2 on CPU fails with prefix caching at some lengths; Falcon-H1 is made of it, too.
     caching = model.name not in ("random-mamba2", "random-falcon_h1")
     sizes = {

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines.conftest import PATIENT
 from tests.engines.continuation import assert_exact, random_prompt, same
 
 from stateferry.stack import STATEFERRY_MODULE, Client, EngineSpec, Role, Stack
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
-PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 120}
-"""Four workers on two cores leave threads waiting for half a minute: that is not what is tested here."""
 LENGTHS = (3, 17, 639, 640, 641, 900)
 """Around the block of the tiny model (640 tokens with prefix caching) and the convolution window."""
 

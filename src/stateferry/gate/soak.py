@@ -16,7 +16,7 @@ from typing import Any
 
 from stateferry.gate.resources import Sample, growth, sample
 from stateferry.models import RECALL_GDN, recall_prompt
-from stateferry.stack import AnswerError, Client, Engine, EngineSpec, ProgressCallback, Role, Stack
+from stateferry.stack import AnswerError, Client, Engine, EngineSpec, ProgressCallback, Role, Stack, held
 
 CLEAN = "none"
 GONE_BETWEEN = "client gone between the legs"
@@ -34,8 +34,6 @@ FAULTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "read is slow": ({"kind": "delay", "polls": 500},),
     "read hangs": ({"kind": "hang"},),
 }
-MAY_ARRIVE = ("everything arrives twice", "read is slow")
-"""What is no harm; the rest must be read again or fail."""
 MUST_FAIL = (
     "read fails every time",
     "a piece is dropped",
@@ -210,19 +208,10 @@ class Soak:
     def _held(self) -> str:
         """What an engine still holds after SETTLE_S; empty: nothing."""
         deadline = time.monotonic() + SETTLE_S
-        held = "not asked"
-        while held and time.monotonic() < deadline:
-            held = ""
-            for name, engine in (("prefill", self._prefill), ("decode", self._decode)):
-                # An idle engine takes no steps, so its ferry's counts are old: make it take some.
-                self._client.complete(engine.url, [1, 2, 3], 1)
-                metrics = self._client.metrics(engine.url)
-                for metric in ("vllm:kv_cache_usage_perc", "stateferry_open_handoffs"):
-                    if metrics.total(metric):
-                        held = f"{name} engine: {metric} is {metrics.total(metric)}"
-            if held:
-                threading.Event().wait(0.5)
-        return held
+        engines = {"prefill": self._prefill, "decode": self._decode}
+        while (found := held(self._client, engines)) and time.monotonic() < deadline:
+            threading.Event().wait(0.5)
+        return found
 
 
 def _hang_up(params: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class GroupStrips:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    @property
+    def fill_blocks(self) -> npt.NDArray[np.bool_]:
+        """`bool[strips]`: reaches from block to block on both sides, so blocks in a row are one piece."""
+        fill: npt.NDArray[np.bool_] = (self.sizes == self.local_strides) & (self.sizes == self.remote_strides)
+        return fill
+
     def take(self, mask: npt.NDArray[np.bool_]) -> "GroupStrips":
         """The strips where `mask`, `bool[strips]`, is set."""
         arrays = (f.name for f in fields(self) if not f.name.endswith("_count"))
@@ -114,7 +120,7 @@ class Plan:
 
 def _by_gaps(strips: GroupStrips) -> tuple[GroupStrips, GroupStrips]:
     """Strips that reach from block to block on both sides, and those that do not."""
-    fill = (strips.sizes == strips.local_strides) & (strips.sizes == strips.remote_strides)
+    fill = strips.fill_blocks
     return strips.take(fill), strips.take(~fill)
 
 

@@ -138,5 +138,5 @@ def _pair(producer: CacheLayout, consumer: CacheLayout, prompt_tokens: Sequence[
 def _consecutive(plan: Plan, group: int, blocks: int) -> int:
     """Pieces when block ids follow each other: a strip that fills its block on both sides is one for all."""
     strips = plan.groups[group]
-    whole = int(((strips.sizes == strips.local_strides) & (strips.sizes == strips.remote_strides)).sum())
+    whole = int(strips.fill_blocks.sum())
     return (whole + (len(strips) - whole) * blocks) if blocks else 0

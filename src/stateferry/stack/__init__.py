@@ -10,6 +10,7 @@ with Stack() as stack, Client() as client:
 from stateferry.stack.answers import AnswerError, Completion, Handoff, Logprobs
 from stateferry.stack.client import PREFILL_PARAMS, Client, Prompt
 from stateferry.stack.engine import NIXL, STATEFERRY, STATEFERRY_MODULE, Engine, EngineSpec, Role
+from stateferry.stack.held import held
 from stateferry.stack.host import commit, host_facts
 from stateferry.stack.metrics import Metrics, Sample
 from stateferry.stack.router import Router
@@ -38,5 +39,6 @@ __all__ = [
     "Server",
     "Stack",
     "commit",
+    "held",
     "host_facts",
 ]
