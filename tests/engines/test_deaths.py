@@ -173,7 +173,9 @@ def test_the_decode_engine_hangs_for_longer_than_the_lease(victims: Victims) -> 
         victims.pair.decode.child.thaw()
     assert answer.result(100).decode.token_ids == victims.expected[4]
     assert answer.result().received["outcome"] == "failed"
-    assert "lease" in answer.result().received["reason"], "it failed otherwise"
+    # Which clock ran out first depends on whether the claim was answered before the freeze.
+    reason = answer.result().received["reason"]
+    assert "lease" in reason or "did not answer the claim" in reason, reason
     victims.assert_well()
 
 
