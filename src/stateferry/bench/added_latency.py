@@ -138,8 +138,10 @@ def measure(
 def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[float, float]:
     """Seconds to the first token: of the prefill engine by itself, and of the pair."""
     prefill, decode = (engine.url for engine in arm.engines)
-    for url in (prefill, decode):  # wakes what slept while the pair was stopped; not timed
+    # Not timed: wakes what slept while the pair was stopped, the engines and then what links them.
+    for url in (prefill, decode):
         client.complete(url, _prompt(rng, MIN_TOKENS), 2)
+    client.handoff(prefill, decode, _prompt(rng, MIN_TOKENS), 2)
 
     def one_engine() -> float:
         return _first_token_s(client.complete(prefill, _prompt(rng, length), 2, stream=True).first_token_s)
