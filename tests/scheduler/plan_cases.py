@@ -1,7 +1,7 @@
 """Layers as vLLM specifies them, and as the unsharded model has them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,11 @@ from kv_caches import (
 from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as MambaType
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
+from vllm.v1.attention.backends.rocm_segmented_attn import RocmSegmentedAttentionBackend
+from vllm.v1.attention.ops.paged_attn import PagedAttention
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -25,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from stateferry.testing import unsharded
-from stateferry.testing.unsharded import Attention, Layer, Recurrent
+from stateferry.testing.unsharded import Attention, Layer, Recurrent, Slots
 
 PAIRS = ((1, 2), (2, 1), (4, 2), (2, 8), (3, 6), (4, 4))
 FP32, FP8 = torch.float32, torch.float8_e4m3fn
@@ -44,6 +48,9 @@ class Case:
     total_kv_heads: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     kernel_tokens: int | None = None
+    sides: Callable[[Any, int], tuple[Any, Any]] | None = None
+    """K and V of a layer's tensor and so many heads, each `[kernel blocks, heads, …]`, as the backend
+    views them; None: the tensor is `[kernel blocks, heads, tokens, content]`."""
 
 
 def state(
@@ -187,6 +194,31 @@ def latents(
     return Case(spec, lambda: layer, MLA)
 
 
+def packed_sides(tensor: Any, heads: int) -> tuple[Any, Any]:
+    """As RocmAttentionImpl reads the cache: a head's tile is packed by 16 bytes."""
+    return PagedAttention.split_kv_cache(tensor.transpose(0, 1), heads, tensor.shape[3] // heads)
+
+
+def rows_of_sides(tensor: Any, heads: int) -> tuple[Any, Any]:
+    """As b12x and the segmented backend read it: `[tokens, heads, head size]` on each side."""
+    key, value = (side.unflatten(-1, (heads, -1)).swapaxes(1, 2) for side in tensor.unbind(1))
+    return key, value
+
+
+def apart(backend: Any, slots: Slots, sides: Any, heads: int = 24, **more: Any) -> Case:
+    """K and V in head slots of their own, specified by the backend itself. Heads of 8 numbers."""
+    path = f"{backend.__module__}.{backend.__name__}"
+    case = attention(heads=heads, backend=path, head_size=8, head_size_v=8, **more)
+    layer = Attention(heads, more.get("tokens", 4), 16, slots=slots, backend=path)
+    return replace(
+        case, spec=lambda size: backend.customize_spec(case.spec(size)), layer=lambda: layer, sides=sides
+    )
+
+
+ROCM = (RocmAttentionBackend, Slots.SIDES_PACKED, packed_sides)
+SEGMENTED = (RocmSegmentedAttentionBackend, Slots.SIDES_ROWS, rows_of_sides)
+B12X = (B12xPagedAttentionBackend, Slots.SIDES_ROWS, rows_of_sides)
+
 ATTENTION = {
     "heads split": attention(),
     "one head on all ranks": attention(heads=1),
@@ -200,6 +232,12 @@ ATTENTION = {
     "packed per head": attention(backend=CPU),
     "kernel blocks": attention(tokens=8, kernel_tokens=2),
     "kernel blocks, packed per head": attention(tokens=8, kernel_tokens=4, backend=CPU),
+    "K and V apart, packed per head": apart(*ROCM),
+    "K and V apart, packed per head, kernel blocks": apart(*ROCM, tokens=8, kernel_tokens=2),
+    "K and V apart, two heads on more ranks": apart(*ROCM, heads=2),
+    "K and V apart, token by token": apart(*SEGMENTED),
+    "K and V apart, one head on all ranks": apart(*SEGMENTED, heads=1),
+    "K and V apart, token by token, kernel blocks": apart(*B12X, tokens=8, kernel_tokens=4),
     "latents": latents(),
     "fp8 latents": latents(dtype=FP8),
     "latents with scales": latents(dtype=torch.uint8, content=13),

@@ -84,7 +84,8 @@ class Engines:
         tag = 1
         for block in blocks:
             for name in self.names:
-                for view, tags in zip(self._views(rank, name), self._held(rank, tag), strict=True):
+                held = self._held(rank, tag)
+                for view, tags in zip(self._views(rank, name), held, strict=True):
                     values = torch.from_numpy(((tags >> np.uint32(8 * digit)) & 255).astype(np.uint8))
                     ratio = view.shape[0] // rank.layout.groups[0].layers[0].tensors[0].block_count
                     target = view[block * ratio : (block + 1) * ratio].view(torch.uint8)
@@ -92,21 +93,27 @@ class Engines:
                 tag += sum(tensor.size_bytes for tensor in self.layer.tensors) * self.dcp
 
     def _views(self, rank: Rank, name: str) -> list[Any]:
-        spec = self.case.spec(rank.size)
-        return states_of(rank.tensors[name], spec) if isinstance(spec, MambaSpec) else [rank.tensors[name]]
+        """Where vLLM has what `_held` gives."""
+        spec, tensor = self.case.spec(rank.size), rank.tensors[name]
+        if self.case.sides is not None:
+            return list(self.case.sides(tensor, spec.num_kv_heads))
+        return states_of(tensor, spec) if isinstance(spec, MambaSpec) else [tensor]
 
     def _held(self, rank: Rank, tag: int) -> list[Tags]:
+        """What the rank holds of a layer's block, in the order of `_views`."""
         found = []
         for tensor in self.layer.tensors:
             tags = tensor.held(rank.rank, rank.size, tag)
             tag += tensor.size_bytes
-            if isinstance(self.layer, Attention):
-                if self.dcp > 1:
-                    tags = tags + np.uint32(rank.rank % self.dcp * tensor.size_bytes)
-                heads, tokens, content, _ = tags.shape
+            if not isinstance(self.layer, Attention):
+                found.append(tags)
+                continue
+            if self.dcp > 1:
+                tags = tags + np.uint32(rank.rank % self.dcp * tensor.size_bytes)
+            for side in np.split(tags, 1 if self.case.sides is None else 2):
+                heads, tokens, content, _ = side.shape
                 kernel = self.case.kernel_tokens or tokens
-                tags = tags.reshape(heads, tokens // kernel, kernel, content).swapaxes(0, 1)
-            found.append(tags)
+                found.append(side.reshape(heads, tokens // kernel, kernel, content).swapaxes(0, 1))
         return found
 
     def wrong(self, ours: int, theirs: int) -> list[str]:

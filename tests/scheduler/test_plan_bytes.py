@@ -6,7 +6,6 @@ copied, and the consumer's whole pool must be what its own share of the model wo
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 from kv_caches import (
-    AITER,
     BF16,
     CPU,
     choose_conv_layout,
@@ -22,8 +20,9 @@ from kv_caches import (
     engine_config,
     torch,
 )
-from plan_cases import ATTENTION, FP32, MLA, PAIRS, STATES, attention
+from plan_cases import ATTENTION, FP32, MLA, PAIRS, STATES, apart, packed_sides
 from plan_engines import Engines
+from vllm._aiter_ops import rocm_aiter_ops
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
     _make_fused_conv1d_weight_loader as kimi_loader,
 )
@@ -34,10 +33,10 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weigh
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as MambaType
+from vllm.v1.attention.backends.rocm_aiter_fa import AiterFlashAttentionBackend
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
     KVCacheLayout,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
 )
@@ -50,8 +49,8 @@ from stateferry.layout.spec import Part, PartRule
 from stateferry.testing import unsharded
 from stateferry.testing.kimi import KIMI_K3, KIMI_LINEAR, Kimi
 from stateferry.testing.packed import Packing
-from stateferry.testing.unsharded import Attention
-from stateferry.vllm import kv_tensors
+from stateferry.testing.unsharded import Slots
+from stateferry.vllm import kv_tables, kv_tensors
 from stateferry.vllm.kv_tables import StateShapes
 
 pytestmark = pytest.mark.scheduler
@@ -79,10 +78,12 @@ def test_states_of_vllm_arrive_as_the_model_has_them(
 
 
 def runs(name: str, cache_layout: str) -> bool:
-    """Whether vLLM does: its CPU pages are packed head by head, and kernel blocks need dense pages."""
+    """Whether vLLM does: what is packed head by head has no layout with tokens before heads, and kernel
+    blocks need dense pages."""
     case = ATTENTION[name]
+    packed = case.backend == CPU or case.sides is not None
     return not (
-        (case.backend == CPU and cache_layout == "LBNHC") or (case.kernel_tokens and cache_layout == "BLHNC")
+        (packed and cache_layout == "LBNHC") or (case.kernel_tokens and cache_layout in ("BLHNC", "LHBNC"))
     )
 
 
@@ -112,15 +113,25 @@ def test_all_ranks_of_both_engines() -> None:
     assert Engines(ATTENTION["two heads on more ranks"], alone=True).wrong(8, 4) == []
 
 
-def test_pages_with_k_and_v_apart_go_whole_between_equal_ranks() -> None:
-    apart = attention(heads=4, backend=AITER)
+@pytest.mark.parametrize("name", [n for n in ATTENTION if n.startswith("K and V apart") and runs(n, "LHBNC")])
+def test_k_and_v_apart_arrive_where_all_k_lies_before_all_v(name: str) -> None:
+    """What ROCm's kernels want: a plane of K over all blocks, then one of V."""
+    engines = Engines(ATTENTION[name], "LHBNC", alone=True)
+    assert engines.wrong(2, 4) == engines.wrong(4, 2) == engines.wrong(2, 2) == []
 
-    def spec(size: int) -> KVCacheSpec:
-        return replace(apart.spec(size), num_head_slots=2 * (4 // size), state_content_bytes=6)
 
-    layer = Attention(4, 4, 6, apart=True)
-    case = replace(apart, spec=spec, layer=lambda: layer)
-    engines = Engines(case, alone=True)
+def test_heads_of_k_and_v_apart_cut_as_if_packed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tables, "SIDE_PACKED", kv_tables.SIDE_PACKED | kv_tables.SIDE_ROWS)
+    monkeypatch.setattr(kv_tables, "SIDE_ROWS", frozenset())
+    assert Engines(ATTENTION["K and V apart, token by token"], alone=True).wrong(2, 1)
+
+
+def test_shuffled_slots_of_aiter_go_whole_between_equal_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where heads lie inside them depends on the kernel: nothing here can prove it, so none is cut."""
+    monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
+    shuffled = apart(AiterFlashAttentionBackend, Slots.SIDES_PACKED, packed_sides, heads=4, tokens=16)
+    assert shuffled.spec(1).num_head_slots == 2
+    engines = Engines(shuffled, alone=True)
     assert engines.wrong(2, 2) == []
     with pytest.raises(LayoutMismatch, match=r"page\.tp_size.*attention backend"):
         engines.wrong(2, 1)

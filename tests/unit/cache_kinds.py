@@ -10,9 +10,12 @@ from stateferry.layout.spec import GroupKind
 from stateferry.testing.packed import Layers, Packed, Packing
 from stateferry.testing.proof import Handover
 from stateferry.testing.unsharded import (
+    B12X,
     CPU,
+    ROCM,
     Attention,
     Layer,
+    Slots,
     gated_delta,
     latent_attention,
     linear_attention,
@@ -81,12 +84,20 @@ KINDS: dict[str, Make] = {
     "state on every rank": lambda d, o, t, first: replicated(_few(d, 7), _few(d, 3), first, 2),
     "attention": lambda d, o, t, _: Attention(_heads(d, o, t), 4, _few(d, 4), d(st.sampled_from([1, 2]))),
     "attention packed per head": lambda d, o, t, _: Attention(_heads(d, o, t), 4, _few(d, 4), 2, backend=CPU),
+    "attention, K and V apart, packed per head": lambda d, o, t, _: Attention(
+        _heads(d, o, t), 4, _few(d, 4), 2, slots=Slots.SIDES_PACKED, backend=ROCM
+    ),
+    "attention, K and V apart, token by token": lambda d, o, t, _: Attention(
+        _heads(d, o, t), 4, _few(d, 4), 2, slots=Slots.SIDES_ROWS, backend=B12X
+    ),
     "latents": lambda d, o, t, _: latent_attention(4, _few(d, 6), d(st.sampled_from([1, 2]))),
 }
 """Every kind that goes between any two sizes that divide."""
 
 EQUAL_ONLY: dict[str, Make] = {
-    "attention, K and V apart": lambda d, o, t, _: Attention(_heads(d, o, o), 4, 2, 1, apart=True),
+    "attention, K heads and then V heads": lambda d, o, t, _: Attention(
+        _heads(d, o, o), 4, 2, 1, slots=Slots.K_HEADS_THEN_V_HEADS
+    ),
     "attention of a stranger": lambda d, o, t, _: Attention(_heads(d, o, o), 4, 3, 1, backend=UNKNOWN),
 }
 """Kinds whose page is not known inside."""
@@ -154,6 +165,12 @@ def fixed(dim_first: bool, units: int = 24) -> dict[str, Layer]:
         "attention": Attention(n, 2, 3, 2),
         "attention, one head on all ranks": Attention(1, 4, 3, 1),
         "attention packed per head": Attention(n, 2, 3, 1, backend=CPU),
+        "attention, K and V apart, packed per head": Attention(
+            n, 2, 3, 1, slots=Slots.SIDES_PACKED, backend=ROCM
+        ),
+        "attention, K and V apart, token by token": Attention(
+            n, 2, 3, 1, slots=Slots.SIDES_ROWS, backend=B12X
+        ),
         "latents": latent_attention(4, 9, 1),
     }
 

@@ -130,6 +130,19 @@ def heads_taken_as_dense(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed, "attention_axis", lambda *args: replace(right(*args), strided=False, dim=2))
 
 
+def sides_taken_for_heads(patch: pytest.MonkeyPatch) -> None:
+    """As if the two slots were two heads."""
+    right = packed.attention_axis
+    patch.setattr(
+        packed, "attention_axis", lambda *args: replace(right(*args), sides=False, dim=1, strided=True)
+    )
+
+
+def heads_packed_taken_for_rows(patch: pytest.MonkeyPatch) -> None:
+    right = packed.attention_axis
+    patch.setattr(packed, "attention_axis", lambda *args: replace(right(*args), strided=True, dim=3))
+
+
 def heads_never_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed, "total_kv_heads", lambda local, tp_size, configured: local * tp_size)
 

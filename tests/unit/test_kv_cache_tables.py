@@ -5,13 +5,17 @@ import pytest
 from stateferry.errors import LayoutError
 from stateferry.layout.shard import intervals
 from stateferry.layout.spec import PartRule
+from stateferry.testing.unsharded import B12X
 from stateferry.vllm.kv_tables import (
     HEAD_PACKED,
     HEAD_ROWS,
+    SIDE_PACKED,
+    SIDE_ROWS,
     Axis,
     StateShapes,
     attention_axis,
     inner_loops,
+    side_loops,
     state_axes,
     total_kv_heads,
 )
@@ -120,17 +124,39 @@ def test_states_that_the_table_does_not_know(
 
 
 def test_attention_heads_are_cut_only_for_known_pages() -> None:
-    heads = attention_axis(FLASH, 2, 2, 4, latent=False)
+    heads = attention_axis(FLASH, 2, None, 4, latent=False)
     assert (heads.dim, parts(heads), heads.strided) == (1, [("heads", 4)], True)
-    packed = attention_axis(CPU, 2, 2, 4, latent=False)
+    packed = attention_axis(CPU, 2, None, 4, latent=False)
     assert (packed.dim, parts(packed), packed.strided) == (1, [("heads", 4)], False)
-    assert attention_axis("x.FlashAttentionBackend", 2, 2, 4, latent=False).opaque, "same name, other class"
+    assert attention_axis("x.FlashAttentionBackend", 2, None, 4, latent=False).opaque, (
+        "same name, other class"
+    )
     assert attention_axis(FLASH, 2, 4, 4, latent=False).opaque, "slots are not heads"
-    assert attention_axis(FLASH, 1, 1, None, latent=False).opaque, "heads unknown"
+    assert attention_axis(FLASH, 1, None, None, latent=False).opaque, "heads unknown"
+
+
+def test_two_slots_of_two_heads_are_not_taken_for_a_slot_a_head() -> None:
+    """With two KV heads a rank the page has two slots either way."""
+    for backend in (*HEAD_ROWS, *HEAD_PACKED):
+        assert attention_axis(backend, 2, 2, 4, latent=False).opaque
+    for backend in (*SIDE_ROWS, *SIDE_PACKED):
+        assert attention_axis(backend, 2, 2, 4, latent=False).sides
+        assert attention_axis(backend, 2, None, 4, latent=False).opaque
+        assert attention_axis(backend, 2, 4, 4, latent=False).opaque
+
+
+def test_heads_inside_the_slots_of_k_and_v() -> None:
+    page = (2, 2, 8), (960, 480, 60), 60  # two kernel blocks of 8 tokens, 3 heads of 20 bytes
+    (rows,), (packed,) = SIDE_ROWS & {B12X}, SIDE_PACKED
+    loops = side_loops(attention_axis(rows, 3, 2, 6, latent=False), 3, page)
+    assert loops == ((2, 2, 8, 3), (960, 480, 60, 20), 20)
+    loops = side_loops(attention_axis(packed, 3, 2, 6, latent=False), 3, page)
+    assert loops == ((2, 2, 3), (960, 480, 160), 160)
+    assert side_loops(Axis("page", opaque=True), 3, page) == page
 
 
 def test_latents_are_on_every_rank() -> None:
-    assert attention_axis("any", 1, 1, None, latent=True) == Axis("latent")
+    assert attention_axis("any", 1, None, None, latent=True) == Axis("latent")
     assert attention_axis("any", 1, 2, None, latent=True).opaque
 
 

@@ -25,7 +25,7 @@ from stateferry.layout.spec import GroupKind
 from stateferry.session import producer_ranks
 from stateferry.testing.packed import Layers, Packed, Packing
 from stateferry.testing.proof import Handover
-from stateferry.testing.unsharded import FLASH, Attention
+from stateferry.testing.unsharded import FLASH, Attention, Slots
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *EQUAL_ONLY])
@@ -82,8 +82,9 @@ def test_gather_of_scatter_is_the_unsharded_state(kind: str, dim_first: bool) ->
 def test_a_page_of_unknown_inside_is_refused_between_unequal_ranks(
     backend: str, ours: int, theirs: int
 ) -> None:
-    """A backend that is not in the table, and a known one with K and V apart."""
-    layer = Attention(4, 2, 4, backend=backend, apart=backend == FLASH)
+    """A backend that is not in the table, and a known one with other slots than it is known for."""
+    slots = Slots.K_HEADS_THEN_V_HEADS if backend == FLASH else Slots.HEADS
+    layer = Attention(4, 2, 4, backend=backend, slots=slots)
     model = Packed((Layers((layer,), GroupKind.ATTENTION),))
     with pytest.raises(LayoutMismatch, match=r"page\.tp_size.*--tensor-parallel-size"):
         make_plan(model.layout(0, ours, Packing()), model.layout(0, theirs, Packing()))

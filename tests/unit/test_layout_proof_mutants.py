@@ -111,6 +111,14 @@ TABLES: dict[str, tuple[mutants.Patch, set[str]]] = {
     "groups never copied": (mutants.groups_never_copied, {"mamba 2, one group on all ranks"}),
     "every state on all ranks": (mutants.every_state_on_all_ranks, {"mamba 1", "kda", "linear attention"}),
     "heads taken for tokens": (mutants.heads_taken_as_dense, {"attention"}),
+    "two slots taken for two heads": (
+        mutants.sides_taken_for_heads,
+        {"attention, K and V apart, packed per head", "attention, K and V apart, token by token"},
+    ),
+    "packed heads taken for rows": (
+        mutants.heads_packed_taken_for_rows,
+        {"attention, K and V apart, packed per head"},
+    ),
     "heads never copied": (mutants.heads_never_copied, {"attention, one head on all ranks"}),
     "states begin where the page does": (
         mutants.units_of_another_state,

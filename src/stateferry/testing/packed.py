@@ -10,12 +10,13 @@ from math import prod
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.shard import check_layout
 from stateferry.layout.spec import CacheLayout, CacheTensor, Group, GroupKind, LayerCache
-from stateferry.testing.unsharded import Attention, Layer, Recurrent
+from stateferry.testing.unsharded import SIDES, Attention, Layer, Recurrent, Slots
 from stateferry.vllm.kv_tables import (
     Axis,
     StateShapes,
     attention_axis,
     inner_loops,
+    side_loops,
     state_axes,
     total_kv_heads,
 )
@@ -104,16 +105,23 @@ class Packed:
     def _attention(
         self, layer: Attention, offset: int, rank: int, size: int, place: "Place", packing: Packing
     ) -> CacheTensor:
-        slots = layer.tensors[0].shape(rank, size)[0]
-        tokens, run = layer.tokens // packing.kernel_blocks, layer.content * layer.width
-        heads = slots // 2 if layer.apart else slots
-        total = total_kv_heads(heads, size, layer.heads)
-        axis = attention_axis(layer.backend, heads, slots, total, layer.latent)
+        held = layer.tensors[0].shape(rank, size)[0]
+        heads = held if layer.slots is Slots.HEADS else held // 2
+        slots = 2 if layer.slots in SIDES else held
+        tokens, run = layer.tokens // packing.kernel_blocks, layer.content * layer.width * held // slots
+        axis = attention_axis(
+            layer.backend,
+            heads,
+            None if layer.slots is Slots.HEADS else slots,
+            total_kv_heads(heads, size, layer.heads),
+            layer.latent,
+        )
         if self.dcp_ranks > 1:
             axis = Axis("page", opaque=True)
-        per_head, per_token = (run, slots * run) if packing.tokens_first else (tokens * run, run)
-        shape, strides = (packing.kernel_blocks, slots, tokens), (slots * tokens * run, per_head, per_token)
-        return _tensor(axis, shape, strides, run, layer.width, offset, place)
+        rows = packing.tokens_first and layer.slots not in SIDES
+        per_slot, per_token = (run, slots * run) if rows else (tokens * run, run)
+        page = (packing.kernel_blocks, slots, tokens), (slots * tokens * run, per_slot, per_token), run
+        return _tensor(axis, *side_loops(axis, heads, page), layer.width, offset, place)
 
 
 @dataclass(frozen=True, slots=True)

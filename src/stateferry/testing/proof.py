@@ -13,7 +13,7 @@ import numpy.typing as npt
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.spec import CacheLayout, Pieces
 from stateferry.testing.packed import Packed, Packing, Place
-from stateferry.testing.unsharded import Attention, Layer, Tags
+from stateferry.testing.unsharded import SIDES, Attention, Layer, Slots, Tags
 
 Memory = npt.NDArray[np.unsignedinteger]
 """One entry a byte of a region: its tag (or a part of it), 0 where nothing lies."""
@@ -100,12 +100,7 @@ class Handover:
                     self.model.dcp_ranks > 1
                 ):  # block i of all these ranks together: each has tokens of its own
                     tags = tags + np.uint32(rank % self.model.dcp_ranks * tensor.size_bytes)
-                heads, tokens, content, width = tags.shape
-                page = tags.reshape(
-                    heads, packing.kernel_blocks, tokens // packing.kernel_blocks, content, width
-                )
-                order = (1, 2, 0, 3, 4) if packing.tokens_first else (1, 0, 2, 3, 4)
-                tags = np.ascontiguousarray(page.transpose(order))
+                tags = in_page(layer, tags, packing)
             found.append(tags)
         return found
 
@@ -113,6 +108,17 @@ class Handover:
         if self.tag_type is np.uint32:
             return tags
         return (tags * np.uint32(2654435761) >> np.uint32(16)).astype(np.uint16) | np.uint16(1)
+
+
+def in_page(layer: Attention, tags: Tags, packing: Packing) -> Tags:
+    """`tags` `[heads (K and V apart: twice as many), tokens, content, width]` in the order of the page."""
+    held, tokens, *number = tags.shape
+    kernel_blocks = packing.kernel_blocks
+    sides = 2 if layer.slots in SIDES else 1
+    page = tags.reshape(sides, held // sides, kernel_blocks, tokens // kernel_blocks, *number)
+    rows = layer.slots is Slots.SIDES_ROWS or (packing.tokens_first and sides == 1)
+    order = (2, 0, 3, 1, 4, 5) if rows else (2, 0, 1, 3, 4, 5)
+    return np.ascontiguousarray(page.transpose(order))
 
 
 def _copy(pieces: Pieces, source: Memory, target: Memory, writes: npt.NDArray[np.uint8]) -> list[str]:

@@ -4,6 +4,7 @@ Written from vLLM's weight loaders and shape calculators. It shares nothing with
 tables in `vllm/kv_tables.py`, because the proofs compare it with both.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,9 @@ import numpy.typing as npt
 
 FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 CPU = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+ROCM = "vllm.v1.attention.backends.rocm_attn.RocmAttentionBackend"
+B12X = "vllm.v1.attention.backends.b12x.B12xPagedAttentionBackend"
 
 Tags = npt.NDArray[np.uint32]
 """A number for each byte of the unsharded model, no two the same; 0 is nowhere in it."""
@@ -91,6 +95,18 @@ class Recurrent:
     """vLLM's `tp_replicated`: every rank holds all of it."""
 
 
+class Slots(enum.Enum):
+    """What the second dimension of an attention page counts."""
+
+    HEADS = "a slot per head, with K and V of a token in one run"
+    K_HEADS_THEN_V_HEADS = "a slot per head of K, then one per head of V"
+    SIDES_PACKED = "one slot of K and one of V, in each head after head"
+    SIDES_ROWS = "one slot of K and one of V, in each token after token"
+
+
+SIDES = (Slots.SIDES_PACKED, Slots.SIDES_ROWS)
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """A layer that keeps `[heads, tokens, content]` numbers a block."""
@@ -98,18 +114,17 @@ class Attention:
     heads: int
     tokens: int
     content: int
-    """Numbers per head and token: K and V, or a latent."""
+    """Numbers per head and token: K and V (one of the two, where they are apart), or a latent."""
     width: int = 1
     latent: bool = False
-    apart: bool = False
-    """All K heads before all V heads: twice as many heads in the page as the model has."""
+    slots: Slots = Slots.HEADS
     backend: str = FLASH
 
     @property
     def tensors(self) -> tuple[Whole, ...]:
         """The one tensor."""
         heads = Cut(self.heads, self.heads)
-        cuts = (heads, heads) if self.apart else (heads,)
+        cuts = (heads,) if self.slots is Slots.HEADS else (heads, heads)
         return (Whole("page", cuts, (self.tokens, self.content), self.width),)
 
 

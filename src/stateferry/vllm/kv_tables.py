@@ -25,6 +25,8 @@ class Axis:
     strided: bool = False
     """How far apart the units of a dimension are depends on how many units of another one this rank
     holds, so no dimension may be taken as one with the next: the other rank count could not follow."""
+    sides: bool = False
+    """The page has two head slots, K and V, with all of the rank's heads inside each (`side_loops`)."""
 
 
 def _split(name: str, local: int, tp_size: int) -> Part:
@@ -176,38 +178,82 @@ def state_axes(mamba_type: str, replicated: bool, states: StateShapes) -> list[A
     return [Axis(axis.name) for axis in axes] if replicated else axes
 
 
+_BACKENDS = "vllm.v1.attention.backends."
+
 HEAD_ROWS = frozenset(
-    {
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
-        "vllm.v1.attention.backends.flash_attn_diffkv.FlashAttentionDiffKVBackend",
-        "vllm.v1.attention.backends.flashinfer.FlashInferBackend",
-        "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend",
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
-        "vllm.v1.attention.backends.triton_attn_diffkv.TritonAttentionDiffKVBackend",
-    }
+    _BACKENDS + name
+    for name in (
+        "flash_attn.FlashAttentionBackend",
+        "flash_attn_diffkv.FlashAttentionDiffKVBackend",
+        "flashinfer.FlashInferBackend",
+        "flex_attention.FlexAttentionBackend",
+        "hpc_attn.HpcAttentionBackend",
+        "rocm_aiter_fa.AiterFlashAttentionBackend",
+        "rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend",
+        "triton_attn.TritonAttentionBackend",
+        "triton_attn_diffkv.TritonAttentionDiffKVBackend",
+    )
 )
 """Backends that keep, per head and token, one run of K and V: the page is `[heads, tokens, K|V]` in
 whatever order the cache layout gives."""
 
-HEAD_PACKED = frozenset({"vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"})
+HEAD_PACKED = frozenset({_BACKENDS + "cpu_attn.CPUAttentionBackend"})
 """Backends that pack a head's tokens for the processor: the smallest unit is a head."""
+
+SIDE_ROWS = frozenset(
+    {
+        _BACKENDS + "b12x.B12xPagedAttentionBackend",
+        _BACKENDS + "rocm_segmented_attn.RocmSegmentedAttentionBackend",
+    }
+)
+"""Backends that keep K and V apart, as the page's two head slots; each is `[tokens, heads, K or V]`."""
+
+SIDE_PACKED = frozenset({_BACKENDS + "rocm_attn.RocmAttentionBackend"})
+"""Backends with K and V as two head slots, in each head after head, a head's tokens packed."""
 
 
 def attention_axis(
-    backend: str, local_heads: int, head_slots: int, total_heads: int | None, latent: bool
+    backend: str, local_heads: int, head_slots: int | None, total_heads: int | None, latent: bool
 ) -> Axis:
     """How an attention layer's page `[kernel blocks, heads, states, content]` lies over ranks.
 
-    `backend` is the class's dotted path, `head_slots` the page's second dimension, `total_heads` the KV
-    heads of the whole model (None: unknown). A `latent` (MLA) is the same on every rank.
+    `backend` is the class's dotted path; `head_slots` the page's second dimension where the backend chose
+    it (vLLM's `num_head_slots`), None: one slot per head of this rank. `total_heads` the KV heads of the
+    whole model (None: unknown). A `latent` (MLA) is the same on every rank.
     """
     if latent:
-        return Axis("latent") if head_slots == 1 else Axis("page", opaque=True)
-    known = backend in HEAD_ROWS or backend in HEAD_PACKED
-    if not known or head_slots != local_heads or total_heads is None:
+        return Axis("latent") if (head_slots or local_heads) == 1 else Axis("page", opaque=True)
+    if total_heads is None:
         return Axis("page", opaque=True)
-    heads = Part(name="heads", size=total_heads, rule=PartRule.GROUPED, granules=total_heads)
-    return Axis("heads", 1, (heads,), strided=backend in HEAD_ROWS)
+    heads = (Part(name="heads", size=total_heads, rule=PartRule.GROUPED, granules=total_heads),)
+    if head_slots is None and backend in HEAD_ROWS | HEAD_PACKED:
+        return Axis("heads", 1, heads, strided=backend in HEAD_ROWS)
+    if head_slots == 2 and backend in SIDE_ROWS | SIDE_PACKED:
+        rows = backend in SIDE_ROWS
+        return Axis("heads", 3 if rows else 2, heads, strided=rows, sides=True)
+    return Axis("page", opaque=True)
+
+
+Loops = tuple[tuple[int, int, int], tuple[int, int, int], int]
+"""Shape `[kernel blocks, slots, states]`, strides and the size of the innermost run, in bytes."""
+
+
+def side_loops(axis: Axis, local_heads: int, page: Loops) -> tuple[Shape, Shape, int]:
+    """`page` with the heads that lie inside its slots as a dimension of their own.
+
+    Rows: `[kernel blocks, 2, states, heads]`; packed: `[kernel blocks, 2, heads]`, all states of a head
+    one run. Any other axis: unchanged.
+    """
+    shape, strides, run_bytes = page
+    if not axis.sides:
+        return page
+    (kernel_blocks, slots, states), (per_kernel_block, per_slot, per_state) = shape, strides
+    head_bytes = run_bytes // local_heads
+    if axis.strided:
+        inside = (kernel_blocks, slots, states, local_heads)
+        return inside, (per_kernel_block, per_slot, per_state, head_bytes), head_bytes
+    head_bytes *= states
+    return (kernel_blocks, slots, local_heads), (per_kernel_block, per_slot, head_bytes), head_bytes
 
 
 def total_kv_heads(local: int, tp_size: int, configured: int | None) -> int | None:

@@ -24,6 +24,7 @@ from stateferry.vllm.kv_tables import (
     StateShapes,
     attention_axis,
     inner_loops,
+    side_loops,
     state_axes,
     total_kv_heads,
 )
@@ -169,9 +170,9 @@ def _attention(name: str, spec: AttentionSpec, tensor: torch.Tensor, engine: Eng
     region, offset = engine.regions.place(tensor)
     return _tensor(
         axis,
-        (ratio, heads, states),
-        (kernel, per_head, per_state),
-        content * width,
+        *side_loops(
+            axis, spec.num_kv_heads, ((ratio, heads, states), (kernel, per_head, per_state), content * width)
+        ),
         region=region,
         offset_bytes=offset,
         block_stride_bytes=kernel * ratio,
@@ -191,7 +192,7 @@ def _attention_layout(name: str, spec: AttentionSpec, engine: Engine) -> Axis:
     return attention_axis(
         attention_backend(engine.config, name),
         spec.num_kv_heads,
-        spec.num_heads,
+        spec.num_head_slots,
         total_kv_heads(spec.num_kv_heads, engine.tp_size, configured),
         isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec),
     )
