@@ -1,4 +1,4 @@
-"""An engine or the router dies or hangs: the answer is right all the same, and so are the next ten."""
+"""An engine, the router or the client dies or hangs: what is answered is right, and so are the next ten."""
 
 import threading
 import time
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from tests.engines.conftest import Pair
+from tests.engines.leaving import asked
 from tests.engines.test_storm import assert_settles, prompt_of
 
 from stateferry.models import RECALL_GDN
-from stateferry.stack import Client, Engine, EngineSpec, Handoff, Role, Stack
+from stateferry.stack import PREFILL_PARAMS, Client, Engine, EngineSpec, Handoff, Role, Stack
 from stateferry.stack.ports import HeldPort
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -69,7 +70,10 @@ def engines(stack: Stack, client: Client) -> Iterator[Victims]:
     spec = EngineSpec(
         role=Role.PREFILL, name="victim", extra_config={**extra, "port": control_port}, **common
     )
-    decode = stack.start(EngineSpec(role=Role.DECODE, name="survivor", extra_config=extra, **common))
+    few = ("--max-num-seqs", "2")  # so that a third request queues
+    decode = stack.start(
+        EngineSpec(role=Role.DECODE, name="survivor", extra_config=extra, args=few, **common)
+    )
     victims = Victims(stack, client, Pair(_started(stack, spec), decode), spec, {})
     decode.wait_ready(280.0)
     for index in range(10):
@@ -203,3 +207,85 @@ def test_the_router_dies_between_the_legs(victims: Victims) -> None:
     victims.stack.stop(router)
     assert ended.is_set()
     victims.assert_well()
+
+
+class Leaving:
+    """A client that leaves at one of eight points of a hand-off."""
+
+    def __init__(self, victims: Victims) -> None:
+        self.victims = victims
+        self.prefill, self.decode = victims.pair.prefill, victims.pair.decode
+        self.prompt = prompt_of(6)
+
+    def offer(self, **tamper: Any) -> dict[str, Any]:
+        """The first leg, done."""
+        answer = self.victims.client.complete(
+            self.prefill.url, self.prompt, 1, kv_transfer_params=PREFILL_PARAMS
+        )
+        params = dict(answer.kv_transfer_params or {})
+        return {**params, "stateferry": {**params["stateferry"], "tamper": tamper}} if tamper else params
+
+    def before_the_prefill_engine_reads(self) -> None:
+        self.prefill.child.freeze()
+        try:
+            with asked(self.prefill.url, self.prompt, 1, PREFILL_PARAMS):
+                pass
+        finally:
+            self.prefill.child.thaw()
+
+    def during_the_prefill(self) -> None:
+        with asked(self.prefill.url, self.prompt, 1, PREFILL_PARAMS):
+            pass
+
+    def between_the_legs(self) -> None:
+        self.offer()
+
+    def before_the_decode_engine_reads(self) -> None:
+        params = self.offer()
+        self.decode.child.freeze()
+        try:
+            with asked(self.decode.url, self.prompt, TOKENS, params):
+                pass
+        finally:
+            self.decode.child.thaw()
+
+    def in_the_queue(self) -> None:
+        url = self.decode.url
+        metrics = self.victims.client.metrics
+        with asked(url, [7] * 20, 1500, None), asked(url, [8] * 20, 1500, None):
+            when(lambda: metrics(url).total("vllm:num_requests_running") == 2, "a full engine")
+            with asked(url, self.prompt, TOKENS, self.offer()):
+                when(lambda: metrics(url).total("vllm:num_requests_waiting") == 1, "the queue")
+
+    def during_the_read(self) -> None:
+        with asked(self.decode.url, self.prompt, TOKENS, self.offer(**SLOW)):
+            when(lambda: self.victims.count("stateferry_open_handoffs", half="ferry") > 0, "the read")
+
+    def once_the_bytes_are_in(self) -> None:
+        before = self.victims.count("stateferry_handoffs_total", outcome="received")
+        with asked(self.decode.url, self.prompt, 300, self.offer()):
+            when(
+                lambda: self.victims.count("stateferry_handoffs_total", outcome="received") > before,
+                "the bytes",
+            )
+
+    def in_the_middle_of_the_answer(self) -> None:
+        seen = b""
+        with asked(self.decode.url, self.prompt, 300, self.offer(), stream=True) as connection:
+            while seen.count(b"data:") < 3:
+                more = connection.recv(4096)
+                assert more, f"the answer ended early: {seen!r}"
+                seen += more
+
+
+POINTS = [name for name in vars(Leaving) if not name.startswith("_") and name != "offer"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_client_is_gone(victims: Victims, point: str) -> None:
+    getattr(Leaving(victims), point)()
+    victims.assert_well()
+
+
+def test_there_are_eight_points() -> None:
+    assert len(POINTS) == 8

@@ -1,10 +1,14 @@
 """What a soak's verdict is made of; the soak itself runs in the engine tier."""
 
 import os
+import threading
 from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
 
 from stateferry.gate.resources import LEAST_SAMPLES, Sample, growth, sample
-from stateferry.gate.soak import CLEAN, SoakReport
+from stateferry.gate.soak import CLEAN, Soak, SoakReport
 
 
 def report(**changes: object) -> SoakReport:
@@ -37,3 +41,36 @@ def test_a_session_is_looked_at_as_a_whole() -> None:
     assert found.resident_bytes > 1 << 20
     assert found.threads >= 1
     assert found.file_descriptors >= 3
+
+
+class Answering:
+    """A client and an engine in one: answers everything with the same token."""
+
+    url, pid = "http://engine", os.getpid()
+    received: ClassVar[dict[str, Any]] = {"outcome": "received"}
+    token_ids = (1,) * 400
+
+    @property
+    def decode(self) -> "Answering":
+        return self
+
+    def complete(self, *args: Any, **more: Any) -> "Answering":
+        return self
+
+    def handoff(self, *args: Any, **more: Any) -> "Answering":
+        self.asked.set()
+        return self
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+
+def test_ctrl_c_in_a_soak_of_half_an_hour_waited_for_its_end() -> None:
+    engine: Any = Answering()
+
+    def interrupt(share: float, requests: int) -> None:
+        assert engine.asked.wait(10.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Soak(engine, engine, engine, 0).run(30.0, interrupt)

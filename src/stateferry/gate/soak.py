@@ -107,7 +107,7 @@ class Soak:
         self._client = client
         self._prefill, self._decode = prefill, decode
         self._seed = seed
-        self._lock = threading.Lock()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
         self._expected: dict[int, tuple[int, ...]] = {}
         self._prompts = [
             recall_prompt(number, random.Random(number).choice(LENGTHS)).token_ids
@@ -120,20 +120,24 @@ class Soak:
         for number, prompt in enumerate(self._prompts):
             self._expected[number] = self._client.complete(self._decode.url, prompt, max(TOKENS)).token_ids
         start, end = time.monotonic(), time.monotonic() + minutes * 60
+        self._stopped.clear()
         engines = {"prefill": self._prefill.pid, "decode": self._decode.pid}
         report.samples = {name: [] for name in engines}
         with ThreadPoolExecutor(WORKERS) as pool:
             workers = [pool.submit(self._work, report, number, end) for number in range(WORKERS)]
             next_sample = start
-            while wait(workers, timeout=1.0).not_done:
-                now = time.monotonic()
-                if now >= next_sample and now < end:
-                    for name, pid in engines.items():
-                        report.samples[name].append(sample(pid))
-                    next_sample = now + SAMPLE_S
-                on_second(min(1.0, (now - start) / (end - start)), report.requests)
-            for worker in workers:
-                worker.result()
+            try:
+                while wait(workers, timeout=1.0).not_done:
+                    now = time.monotonic()
+                    if now >= next_sample and now < end:
+                        for name, pid in engines.items():
+                            report.samples[name].append(sample(pid))
+                        next_sample = now + SAMPLE_S
+                    on_second(min(1.0, (now - start) / (end - start)), report.requests)
+                for worker in workers:
+                    worker.result()
+            finally:
+                self._stopped.set()  # leaving the pool waits for its workers: Ctrl-C must not take till the end
         report.held = self._held()
         for name, samples in report.samples.items():
             report.grown += [f"{name}: {text}" for text in growth(samples)]
@@ -141,7 +145,7 @@ class Soak:
 
     def _work(self, report: SoakReport, worker: int, end: float) -> None:
         rng = random.Random(f"{self._seed}/{worker}")
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._stopped.is_set():
             number, tokens = rng.randrange(PROMPTS), rng.choice(TOKENS)
             draw = rng.random()
             if draw < CANCEL_SHARE:
