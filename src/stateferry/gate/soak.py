@@ -137,7 +137,7 @@ class Soak:
                 for worker in workers:
                     worker.result()
             finally:
-                self._stopped.set()  # leaving the pool waits for its workers: Ctrl-C must not take till the end
+                self._stopped.set()  # leaving the pool waits for its workers: Ctrl-C would too
         report.held = self._held()
         for name, samples in report.samples.items():
             report.grown += [f"{name}: {text}" for text in growth(samples)]
