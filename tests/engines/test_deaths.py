@@ -47,7 +47,8 @@ class Victims:
         return self.client.metrics(self.pair.decode.url).total(metric, **labels)
 
     def assert_well(self) -> None:
-        """Ten fresh requests are right, most of them handed off, and nothing is held on either side."""
+        """Hand-offs come back, ten fresh requests are right, and nothing is held on either side."""
+        when(lambda: self.hand_off(0).received["outcome"] == "received", "a hand-off that succeeds")
         answers = [self.hand_off(index) for index in range(10)]
         assert [a.decode.token_ids for a in answers] == [self.expected[i] for i in range(10)]
         outcomes = [a.received["outcome"] for a in answers]
