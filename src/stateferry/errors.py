@@ -46,7 +46,14 @@ class LayoutMismatch(LayoutError):
 
 
 class ProtocolError(StateFerryError):
-    """A message or a `kv_transfer_params` dictionary cannot be understood."""
+    """A message or a `kv_transfer_params` dictionary cannot be understood.
+
+    `field` names what a peer's greeting did not fit in, where it was that.
+    """
+
+    def __init__(self, text: str, field: str = "") -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class TransportError(StateFerryError):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from engine_parts import CacheModel, make_cache, make_config, make_rank
 from simulated_worker import SimulatedWorker, groups_of
 from steered_transport import Tap
@@ -97,6 +98,9 @@ class Engine:
             self.workers.append(SimulatedWorker(groups_of(self.cache_config, tensors, rank), half))
         handshakes = [pickle.dumps(half.get_handshake_metadata()) for half in self.worker_halves]
         self.connector.set_xfer_handshake_metadata(dict(enumerate(map(pickle.loads, handshakes))))
+        self.told: list[dict[str, Any]] = []
+        """What the connector gave for `/metrics`, as vLLM carries it to the API server, in order."""
+        self._listen()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self.ferries = [half._worker._ferry for half in self.worker_halves]
         self.tap, self.worker_half, self.worker = self.taps[0], self.worker_halves[0], self.workers[0]
@@ -230,6 +234,17 @@ class Engine:
         self.scheduler.shutdown()
 
     # -- checks ----------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        right = self.connector.get_kv_connector_stats
+
+        def told() -> Any:
+            stats = right()
+            if stats is not None:
+                self.told.append(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
+            return stats
+
+        self.connector.get_kv_connector_stats = told
 
     def check_idle(self) -> None:
         """Nothing is held by anybody."""

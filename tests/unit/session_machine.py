@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId
 from stateferry.session import (
+    Cause,
     Grant,
     Handoff,
     Ledger,
@@ -237,7 +238,7 @@ class Together(RuleBasedStateMachine):
             if sent_s is not None and reader.transfer_id in answer.held:
                 reader.handoff.renewed(0, sent_s, answer.lease_s)
             elif sent_s is not None and reader.handoff.leases:
-                reader.handoff.fail("lost")
+                reader.handoff.fail("lost", Cause.LEASE)
 
     # -- consumers ---------------------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class Together(RuleBasedStateMachine):
             now_s = CLOCK.now_s()
             handoff = reader.handoff
             if handoff.load is None and not handoff.failure and handoff.lapsed(now_s):
-                handoff.fail("lapsed")
+                handoff.fail("lapsed", Cause.LEASE)
             if handoff.load is None and handoff.failure:
                 self._release(reader, received=False)
             if handoff.overdue(now_s, reader.status):

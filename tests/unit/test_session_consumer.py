@@ -4,6 +4,7 @@ import pytest
 
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId
 from stateferry.session import (
+    Cause,
     GroupLoad,
     Handoff,
     Lease,
@@ -95,9 +96,9 @@ def test_nothing_is_reported_while_a_byte_may_land(how: str) -> None:
 
 def test_the_first_reason_is_kept() -> None:
     h = loading()
-    h.fail("first")
-    h.fail("second")
-    assert h.failure == "first"
+    h.fail("first", Cause.PEER)
+    h.fail("second", Cause.LEASE)
+    assert (h.failure, h.cause) == ("first", Cause.PEER)
 
 
 def test_a_refused_claim_fails_the_load_with_the_producers_words() -> None:
@@ -110,7 +111,7 @@ def test_a_refused_claim_fails_the_load_with_the_producers_words() -> None:
 
 def test_without_a_load_only_closing_ends_it() -> None:
     h = handoff()
-    h.fail("lost")
+    h.fail("lost", Cause.PEER)
     assert h.settle(1e9, None, verified=False) is None
     h.close()
     assert h.settle(1e9, None, verified=False) is Outcome.ABANDONED

@@ -43,7 +43,7 @@ def _free_on_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim(self: Ledger, claim: Claim, now_s: float) -> ClaimAnswer:
         answer = right(self, claim, now_s)
         if not answer.reason:
-            self._end(self._holdings[claim.transfer_id], "was claimed")
+            self._end(self._holdings[claim.transfer_id], "was claimed", released=False)
         return answer
 
     monkeypatch.setattr(Ledger, "_claim", claim)
@@ -112,8 +112,8 @@ def _look_only_at_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 def _free_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Ledger._end
 
-    def end(self: Ledger, holding: Any, became: str) -> None:
-        right(self, holding, became)
+    def end(self: Ledger, holding: Any, became: str, **how: bool) -> None:
+        right(self, holding, became, **how)
         self._finished.append(holding.grant.request_id)
 
     monkeypatch.setattr(Ledger, "_end", end)

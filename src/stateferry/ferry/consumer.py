@@ -17,10 +17,12 @@ from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.outbox import Ended
 from stateferry.ferry.quiet import LogLimit
 from stateferry.ferry.reading import Fence, Reading, Tamper
+from stateferry.ferry.reports import peer_of, report_of
 from stateferry.ids import RequestId, TransferId, shown
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import (
     RENEWALS_PER_LEASE,
+    Cause,
     Clock,
     Close,
     Handoff,
@@ -89,6 +91,7 @@ class ConsumerService:
             key,
             on_settled=self._link_settled,
         )
+        self.tally = self._links.tally
         self._handoffs: dict[RequestId, Handoff] = {}
         self._readings: dict[RequestId, Reading] = {}
         self._ended: list[Ended] = []
@@ -101,18 +104,20 @@ class ConsumerService:
     def open(self, order: Open) -> None:
         """A request with an offer arrived: meet its producer and claim the offer."""
         offer = order.offer
-        handoff = self._handoffs[order.request_id] = Handoff(order.request_id, offer, ())
+        now_s = self._clock.now_s()
+        handoff = Handoff(order.request_id, offer, (), opened_s=now_s, met_s=now_s, trace=order.trace)
+        self._handoffs[order.request_id] = handoff
         try:
             ranks = producer_ranks(self._layout.tp_rank, self._layout.tp_size, len(offer.ranks))
             links = [self._links.meet(offer.ranks[rank]) for rank in ranks]
         except (ValueError, zmq.ZMQError) as e:
-            self._fail(handoff, str(e))
+            self._fail(handoff, str(e), Cause.PEER)
             return
         handoff.ranks = ranks
         for link in links:
             link.requests.add(order.request_id)
             if link.state is LinkState.FAILED:
-                self._fail(handoff, link.reason)
+                self._fail(handoff, link.reason, link.cause)
             elif link.state is LinkState.READY:
                 self._claim(link, handoff)
 
@@ -121,14 +126,16 @@ class ConsumerService:
         handoff = self._handoffs.get(order.request_id)
         if handoff is None:
             logger.error("load ordered for request %s, which was never opened", order.request_id)
-            report = Report(order.request_id, TransferId(""), Outcome.FAILED, "was never opened")
+            report = Report(
+                order.request_id, TransferId(""), Outcome.FAILED, "was never opened", Cause.DEFECT
+            )
             self._ended.append(Ended(report, had_blocks=True))
             return
         now_s = self._clock.now_s()
         handoff.order_load(order, now_s, self._config.transfer_timeout_s)
         self._readings[order.request_id] = Reading(handoff, fence, now_s)
         if order.problem:
-            handoff.fail(order.problem)
+            handoff.fail(order.problem, Cause.TABLES)
 
     def close_handoff(self, order: Close) -> None:
         """The request wants nothing more; blocks it was given stay ours until quiet."""
@@ -214,10 +221,10 @@ class ConsumerService:
             rank = self._rank_of(link, handoff)
             if handoff.offer.transfer_id in held:
                 handoff.renewed(rank, sent_s, answer.lease_s)
+                self.tally.add("stateferry_renewals", "consumer")
             elif handoff.offer.transfer_id in lost and rank in handoff.leases:
-                self._fail(
-                    handoff, f"producer rank {rank} does not hold transfer {shown(handoff.offer.transfer_id)}"
-                )
+                reason = f"producer rank {rank} does not hold transfer {shown(handoff.offer.transfer_id)}"
+                self._fail(handoff, reason, Cause.LEASE)
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -235,6 +242,11 @@ class ConsumerService:
     def open_count(self) -> int:
         """Hand-offs that are not ended, loading or not."""
         return len(self._handoffs)
+
+    @property
+    def peers(self) -> dict[LinkState, int]:
+        """How many producer ranks there are in each state."""
+        return self._links.states()
 
     @property
     def link_count(self) -> int:
@@ -263,7 +275,7 @@ class ConsumerService:
                 )
             except Exception as e:  # a defect; it must not take the others' turn away
                 logger.exception("could not go on with the hand-off of request %s", handoff.request_id)
-                handoff.fail(f"defect: {e}")
+                handoff.fail(f"defect: {e}", Cause.DEFECT)
             now_s = self._clock.now_s()
             outcome = reading.settle(now_s)
             if outcome is not None:
@@ -282,9 +294,12 @@ class ConsumerService:
         for handoff in self._handoffs.values():
             if handoff.failure:
                 continue
-            why = handoff.lapsed(now_s) if handoff.claimed else self._unanswered(handoff, now_s)
+            if handoff.claimed:
+                why, cause = handoff.lapsed(now_s), Cause.LEASE
+            else:
+                why, cause = self._unanswered(handoff, now_s), Cause.PEER
             if why:
-                self._fail(handoff, why)
+                self._fail(handoff, why, cause)
 
     def next_deadline_s(self) -> float:
         """When `tick` has something to do; infinite if never."""
@@ -306,12 +321,12 @@ class ConsumerService:
         Called again until `open_count` is 0, which a read that never becomes quiet prevents.
         """
         for handoff in list(self._handoffs.values()):
-            handoff.fail(reason)
+            handoff.fail(reason, Cause.DEFECT)
             reading = self._readings.get(handoff.request_id)
             if reading is None:
                 self._lost.append(handoff.request_id)
             elif _stilled(reading):
-                report = reading.report(Outcome.FAILED, self._clock.now_s())
+                report = self._report(handoff, Outcome.FAILED, reading)
                 self._ended.append(Ended(report, had_blocks=True))
                 del self._readings[handoff.request_id]
             elif reading.overdue(self._clock.now_s()) and not reading.quarantined:
@@ -343,10 +358,12 @@ class ConsumerService:
 
     def _link_settled(self, link: Link) -> None:
         for request_id in list(link.requests):
+            handoff = self._handoffs[request_id]
             if link.state is LinkState.READY:
-                self._claim(link, self._handoffs[request_id])
+                handoff.met_s = self._clock.now_s()
+                self._claim(link, handoff)
             else:
-                self._fail(self._handoffs[request_id], link.reason)
+                self._fail(handoff, link.reason, link.cause)
 
     def _claim(self, link: Link, handoff: Handoff) -> None:
         link.claims_sent_s[handoff.request_id] = self._clock.now_s()
@@ -379,9 +396,9 @@ class ConsumerService:
     def _rank_of(self, link: Link, handoff: Handoff) -> int:
         return handoff.offer.ranks.index(link.address)
 
-    def _fail(self, handoff: Handoff, reason: str) -> None:
+    def _fail(self, handoff: Handoff, reason: str, cause: Cause) -> None:
         before = handoff.failure
-        handoff.fail(reason)
+        handoff.fail(reason, cause)
         if not before:
             self._report_lost(handoff)
 
@@ -399,7 +416,7 @@ class ConsumerService:
             "its blocks stay out of use until it does. Reason: %s",
             handoff.request_id,
             shown(handoff.offer.transfer_id),
-            ", ".join(f"{a.host}:{a.port}" for a in (handoff.offer.ranks[rank] for rank in handoff.ranks)),
+            peer_of(handoff),
             now_s - reading.ordered_s,
             handoff.failure or "its request was closed",
         )
@@ -443,11 +460,13 @@ class ConsumerService:
         self._readings.pop(handoff.request_id, None)
         if reading is not None and reading.quarantined:
             logger.warning("quarantine over: request=%s: nothing can land any more", handoff.request_id)
-        if reading is None:
-            report = Report(handoff.request_id, handoff.offer.transfer_id, outcome, handoff.failure)
-        else:
-            report = reading.report(outcome, self._clock.now_s())
+        if handoff.cause is Cause.LEASE:
+            self.tally.add("stateferry_lease_losses", "consumer")
+        report = self._report(handoff, outcome, reading)
         self._ended.append(Ended(report, had_blocks=reading is not None))
+
+    def _report(self, handoff: Handoff, outcome: Outcome, reading: Reading | None) -> Report:
+        return report_of(handoff, outcome, reading, self._layout.tp_rank, self._clock)
 
 
 def _stilled(reading: Reading) -> bool:

@@ -19,6 +19,7 @@ from stateferry.errors import ConfigError
 from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.guard import Guard
 from stateferry.ferry.keys import ControlKey, control_key, is_loopback, numeric
+from stateferry.ferry.link import LinkState
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.outbox import Outbox
 from stateferry.ferry.producer import ProducerService
@@ -26,6 +27,7 @@ from stateferry.ferry.reading import Fence, Tamper, no_fence
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Clock, Counters, Orders, Results, SystemClock, refused
+from stateferry.telemetry import Key
 from stateferry.transport.base import MemoryRegion, Transport
 from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
 
@@ -87,6 +89,10 @@ class Ferry:
         """Orders that this turn took and has not counted as open yet."""
         self._quarantined_count = 0
         self._counters = Counters()
+        self._peers: dict[LinkState, int] = {}
+        self._producer: ProducerService | None = None
+        self._consumer: ConsumerService | None = None
+        """Set once they run, for who wants to count."""
         self._thread = threading.Thread(target=self._run, name="stateferry", daemon=True)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -154,6 +160,21 @@ class Ferry:
         """What happened on this rank as a producer since its start. Changes while you look."""
         return self._counters
 
+    def counts(self) -> dict[Key, int]:
+        """What happened on this rank since its start, by metric and label."""
+        if self._producer is None or self._consumer is None:
+            return {}
+        return self._producer.counts() | self._consumer.tally.counts()
+
+    def levels(self) -> dict[Key, int]:
+        """How things stand on this rank, by metric and label."""
+        levels = {
+            ("stateferry_open_handoffs", "ferry"): self.open_count,
+            ("stateferry_quarantined_transfers", ""): self._quarantined_count,
+        }
+        levels.update({("stateferry_peers", state.value): count for state, count in self._peers.items()})
+        return levels
+
     @property
     def alive(self) -> bool:
         """Whether orders are obeyed. It ends only by `stop`, or by a defect that is logged."""
@@ -219,6 +240,7 @@ class Ferry:
             self._key,
         )
         self._counters = producer.ledger.counters
+        self._producer, self._consumer = producer, consumer
         poller.register(self._wake, zmq.POLLIN)
         poller.register(listener, zmq.POLLIN)
         for socket in guard.sockets:
@@ -337,11 +359,12 @@ class Ferry:
 
     def _publish(self, producer: ProducerService, consumer: ConsumerService) -> None:
         self._quarantined_count = consumer.quarantined_count
+        self._peers = consumer.peers
         sent, ended, lost = producer.take_finished(), consumer.take_ended(), consumer.take_lost()
         if not (sent or ended or lost):
             self._count_open(producer, consumer)
             return
-        self._outbox.put(sent, ended, lost)
+        self._outbox.put(sent, ended, lost, producer.take_kept())
         # After the results: whoever sees that all is over can also take how it ended.
         self._count_open(producer, consumer)
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 import zmq
 
 from stateferry.config import Config
-from stateferry.errors import LayoutError, ProtocolError, StateFerryError
+from stateferry.errors import LayoutError, OfferRefused, ProtocolError, StateFerryError
 from stateferry.ferry.guard import secure_client
 from stateferry.ferry.keys import ControlKey
 from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.spec import CacheLayout
+from stateferry.session import Cause
+from stateferry.telemetry import OTHER_FIELD
 from stateferry.transport.base import Peer, Transport
 from stateferry.wire import (
     MAX_MESSAGE_BYTES,
@@ -54,6 +56,10 @@ class Link:
     """Of the hand-shake while greeting; when to try again once failed."""
     state: LinkState = LinkState.GREETING
     reason: str = ""
+    cause: Cause = Cause.PEER
+    """The reason in one word."""
+    refused_field: str = ""
+    """In what its peer does not fit, when that is the reason."""
     plan: Plan | None = None
     digest_plan: Plan | None = None
     peer: Peer | None = None
@@ -103,7 +109,8 @@ class Link:
             self._accept(answer, ours, transport, config)
             self.state = LinkState.READY
         except (StateFerryError, ValueError) as e:
-            self.fail(str(e))
+            self._refused(e)
+            self.state = LinkState.FAILED
 
     def reconnect(
         self, answer: Welcome | Refusal, ours: CacheLayout, transport: Transport, config: Config
@@ -115,12 +122,14 @@ class Link:
         try:
             self._accept(answer, ours, transport, config)
         except (StateFerryError, ValueError) as e:
-            self.peer, self.reason = before, str(e)
+            self.peer = before
+            self._refused(e)
             return None
         return before
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: Cause) -> None:
         """No hand-off can go over this link now."""
+        self.cause = cause
         self.greeting_again = False
         self.state = LinkState.FAILED
         # A layout that differs may be quoted whole, and its peer chose how long that is.
@@ -137,15 +146,27 @@ class Link:
         """Close the socket; its peer is for whoever knows what is pending over it."""
         self.socket.close(linger=1000)
 
+    def _refused(self, error: Exception) -> None:
+        self.reason = str(error)
+        says_no = isinstance(error, LayoutError | ProtocolError | OfferRefused)
+        self.cause = Cause.REFUSED if says_no else Cause.PEER
+        # Who refuses counts it: what the producer refused, it has counted itself.
+        fits = isinstance(error, OfferRefused) or not says_no
+        self.refused_field = "" if fits else getattr(error, "field", "") or OTHER_FIELD
+
     def _accept(
         self, answer: Welcome | Refusal, ours: CacheLayout, transport: Transport, config: Config
     ) -> None:
         if isinstance(answer, Refusal):
-            raise ProtocolError(answer.reason)
+            raise OfferRefused(answer.reason)
         if answer.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(f"speaks protocol {answer.protocol}, this engine speaks {PROTOCOL_VERSION}")
+            raise ProtocolError(
+                f"speaks protocol {answer.protocol}, this engine speaks {PROTOCOL_VERSION}", "protocol"
+            )
         if answer.epoch != self.address.epoch:
-            raise ProtocolError(f"is in epoch {answer.epoch}; the offer was made in {self.address.epoch}")
+            raise ProtocolError(
+                f"is in epoch {answer.epoch}; the offer was made in {self.address.epoch}", "epoch"
+            )
         theirs = decode_layout(answer.layout)
         if theirs.engine_id != answer.engine_id or theirs.epoch != answer.epoch:
             raise LayoutError("sent the layout of another engine or epoch")

@@ -10,7 +10,8 @@ from stateferry.config import Config
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState, open_socket
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Clock, pause_s
+from stateferry.session import Cause, Clock, pause_s
+from stateferry.telemetry import Tally, refusal_label
 from stateferry.transport.base import Peer, Transport
 from stateferry.wire import RankAddress, Refusal, Welcome
 
@@ -51,12 +52,18 @@ class Links:
         self._transport = transport
         self._key = key
         self._on_settled = on_settled
+        self.tally = Tally()
         self._links: dict[RankAddress, Link] = {}
         self._retired: list[Peer] = []
         """Connections that got a successor, or whose link was dropped, until nothing is pending over them."""
 
     def __len__(self) -> int:
         return len(self._links)
+
+    def states(self) -> dict[LinkState, int]:
+        """How many links are in each state."""
+        states = [link.state for link in self._links.values()]
+        return {state: states.count(state) for state in LinkState}
 
     def find(self, address: RankAddress) -> Link | None:
         """The link to that rank, if it is known."""
@@ -103,18 +110,20 @@ class Links:
                 logger.info("%s:%d: connection %d", link.address.host, link.address.port, link.connections)
             else:
                 self._not_again(link, link.reason)
+            self._count_refusal(link)
             return
         link.welcomed(answer, self._layout, self._transport, self._config)
+        self._count_refusal(link)
         if link.state is LinkState.FAILED:
-            self.fail(link, link.reason)
+            self.fail(link, link.reason, link.cause)
         else:
             link.failures = 0
             link.idle_since_s = self._clock.now_s()
             self._on_settled(link)
 
-    def fail(self, link: Link, reason: str) -> None:
+    def fail(self, link: Link, reason: str, cause: Cause = Cause.PEER) -> None:
         """No hand-off can go over this link; the rank is met again after a pause."""
-        link.fail(reason)
+        link.fail(reason, cause)
         link.failures += 1
         pause = pause_s(link.failures, self._config.retry_interval_s, MAX_PAUSE_S, random.random())
         link.deadline_s = self._clock.now_s() + pause
@@ -132,7 +141,7 @@ class Links:
             if link.state is LinkState.GREETING and now_s >= link.deadline_s:
                 self.fail(link, self._no_answer())
             elif link.greeting_again and now_s >= link.greeted_s + patience_s:
-                link.greeting_again = False
+                link.greeting_again, link.cause = False, Cause.PEER
                 self._not_again(link, self._no_answer())
             elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
                 renew(link, now_s)
@@ -164,6 +173,11 @@ class Links:
             self._drop(link)
         self.sweep(tuple)
 
+    def _count_refusal(self, link: Link) -> None:
+        if link.refused_field:
+            self.tally.add("stateferry_refusals", refusal_label(link.refused_field))
+            link.refused_field = ""
+
     def _no_answer(self) -> str:
         who = "nobody listens there, or its auth_key_file holds another key or is not set"
         if self._key is None:
@@ -184,7 +198,7 @@ class Links:
         """There is no fresh connection. Whoever waits for it looks at the link and gives up; the old one
         stays for those that it still serves."""
         if link.peer is None or not link.peer.usable:
-            self.fail(link, reason)
+            self.fail(link, reason, link.cause)
         else:
             link.reason = reason
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stateferry.ids import RequestId, shown
-from stateferry.session import Outcome, Report, Results
+from stateferry.session import Kept, Outcome, Report, Results
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,13 @@ class Outbox:
         self._results = Results()
         self._news = threading.Event()
 
-    def put(self, sent: Iterable[RequestId], ended: Sequence[Ended], lost: Iterable[RequestId]) -> None:
+    def put(
+        self,
+        sent: Iterable[RequestId],
+        ended: Sequence[Ended],
+        lost: Iterable[RequestId],
+        kept: Iterable[Kept] = (),
+    ) -> None:
         """Add what happened, and log how hand-offs ended."""
         with_blocks = [e.report for e in ended if e.had_blocks]
         for e in ended:
@@ -40,20 +46,14 @@ class Outbox:
                 failed=frozenset(r.request_id for r in with_blocks if r.outcome is not Outcome.RECEIVED),
                 lost=frozenset(lost),
                 reports=tuple(e.report for e in ended),
+                kept=tuple(kept),
             )
         )
 
     def add(self, new: Results) -> None:
         """Add what happened."""
         with self._lock:
-            before = self._results
-            self._results = Results(
-                sent=before.sent | new.sent,
-                received=before.received | new.received,
-                failed=before.failed | new.failed,
-                lost=before.lost | new.lost,
-                reports=before.reports + new.reports,
-            )
+            self._results = self._results.and_then(new)
             self._news.set()
 
     def take(self) -> Results:

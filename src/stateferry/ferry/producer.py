@@ -17,7 +17,8 @@ from stateferry.layout.digest import bytes_digest
 from stateferry.layout.fingerprint import decode_layout
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Clock, Grant, Ledger
+from stateferry.session import Clock, Grant, Kept, Ledger
+from stateferry.telemetry import Key, Tally, refusal_label
 from stateferry.wire import (
     MAX_TEXT,
     PROTOCOL_VERSION,
@@ -58,7 +59,7 @@ class ProducerService:
         memory: LocalMemory,
     ) -> None:
         self.ledger = Ledger(layout.epoch, layout.tp_size, lease_s)
-        self.unreadable_messages = 0
+        self.tally = Tally()
         self._refusals = LogLimit()
         self._socket = socket
         self._clock = clock
@@ -103,6 +104,38 @@ class ProducerService:
         """Requests whose blocks may be freed."""
         return self.ledger.take_finished()
 
+    def take_kept(self) -> list[Kept]:
+        """How the blocks of traced requests were kept. In the turn in which that ended."""
+        traced = self.ledger.take_traced()
+        if not traced:
+            return []
+        now_s, unix_s, rank = self._clock.now_s(), self._clock.unix_s(), self._layout.tp_rank
+        return [
+            Kept(
+                holding.grant.request_id,
+                holding.grant.transfer_id,
+                released,
+                now_s - holding.granted_s,
+                unix_s,
+                holding.claimant,
+                rank,
+                holding.grant.trace,
+            )
+            for holding, released in traced
+        ]
+
+    def counts(self) -> dict[Key, int]:
+        """What happened on this rank as a producer since its start. From any thread."""
+        counters = self.ledger.counters
+        return self.tally.counts() | {
+            ("stateferry_grants", "released"): counters.released,
+            ("stateferry_grants", "expired"): counters.expired,
+            ("stateferry_renewals", "producer"): counters.renewed,
+            ("stateferry_lease_losses", "producer"): counters.deserted,
+            ("stateferry_refused_claims", ""): counters.refused_claims,
+            ("stateferry_refused_peers", ""): counters.refused_peers,
+        }
+
     def _handle(self, frames: list[bytes]) -> None:
         sender, *rest = frames
         try:
@@ -116,7 +149,7 @@ class ProducerService:
             self._send(sender, answer)
 
     def _refuse(self, reason: str) -> Refusal:
-        self.unreadable_messages += 1
+        self.tally.add("stateferry_refused_messages")
         if self._refusals.may_log(self._clock.now_s()):
             logger.warning("refused a control message: %s%s", reason[:MAX_TEXT], self._refusals.left_out())
         return Refusal(reason=reason[:MAX_TEXT], epoch=self._layout.epoch)
@@ -147,15 +180,15 @@ class ProducerService:
         epoch = self._layout.epoch
         if hello.protocol != PROTOCOL_VERSION:
             reason = f"protocol {hello.protocol} asked for, {PROTOCOL_VERSION} spoken here ({self._software})"
-            return Refusal(reason=reason, epoch=epoch)
+            return self._does_not_fit("protocol", reason)
         if hello.expects_epoch != epoch:
-            return self._restarted(hello.expects_epoch)
+            return self._does_not_fit("epoch", self._restarted(hello.expects_epoch).reason)
         if hello.transport != self._transport_name:
             reason = (
                 f"this engine moves bytes with {self._transport_name!r}, the consumer with "
                 f"{hello.transport!r}: set the same 'transport' on both"
             )
-            return Refusal(reason=reason, epoch=epoch)
+            return self._does_not_fit("transport", reason)
         self._consumers[sender] = decode_layout(hello.layout)
         self._plans.pop(sender, None)
         while len(self._consumers) > MAX_CONSUMERS:
@@ -169,6 +202,10 @@ class ProducerService:
             layout=self._encoded_layout,
             registration=self._registration,
         )
+
+    def _does_not_fit(self, field: str, reason: str) -> Refusal:
+        self.tally.add("stateferry_refusals", refusal_label(field))
+        return Refusal(reason=reason, epoch=self._layout.epoch)
 
     def _digest(self, sender: bytes, request: DigestRequest) -> DigestAnswer:
         """Hash what this side thinks was to be read: its own blocks by position, its own plan."""

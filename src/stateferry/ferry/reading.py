@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stateferry.config import Config, Verify
-from stateferry.errors import StateFerryError
+from stateferry.errors import StateFerryError, TransportError
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.part import Part, Poster
@@ -19,13 +19,13 @@ from stateferry.layout.digest import bytes_digest
 from stateferry.layout.plan import Plan
 from stateferry.layout.spec import CacheLayout, GroupKind, Pieces
 from stateferry.session import (
+    Cause,
     Clock,
     GroupLoad,
     Handoff,
     Outcome,
     ReadStatus,
     Recovery,
-    Report,
     claimant_name,
 )
 from stateferry.transport.base import Peer, Transfer
@@ -52,13 +52,16 @@ class Reading:
     handoff: Handoff
     fence: Fence
     ordered_s: float
+    planned_s: float = 0.0
+    """When the plan was begun; 0: it was not."""
     parts: list[Part] = field(default_factory=list)
     """One per producer rank, from the post on."""
     posted: bool = False
     posted_s: float = 0.0
     post_s: float = 0.0
     done_s: float = 0.0
-    pieces: int = 0
+    pieces_by_group: tuple[int, ...] = ()
+    retried_s: list[float] = field(default_factory=list)
     bytes_by_group: tuple[int, ...] = ()
     expected_digests: dict[int, tuple[str, ...]] | None = None
     """Our own digests by producer rank, once the bytes are in; None before, or if none are needed."""
@@ -94,6 +97,7 @@ class Reading:
             if part.advance(link, hopeful, greet_again) and link is not None:
                 if config.testing:
                     memory.fill(part.batch, 0xFF)
+                self.retried_s.append(clock.now_s())
                 part.post_again(link, self._poster(config))
         if not self.done_s and all(part.done for part in self.parts):
             self.done_s = clock.now_s()
@@ -124,39 +128,16 @@ class Reading:
         rank = self.handoff.offer.ranks.index(link.address)
         expected = self.expected_digests.pop(rank, None)
         if answer.reason:
-            self.handoff.fail(f"producer rank {rank} gave no digest: {answer.reason}")
+            self.handoff.fail(f"producer rank {rank} gave no digest: {answer.reason}", Cause.DIGEST)
         elif expected is not None and expected != answer.digests:
             groups = [i for i, (a, b) in enumerate(zip(expected, answer.digests, strict=False)) if a != b]
             self.handoff.fail(
                 f"digests of entries {groups} of transfer {shown(self.handoff.offer.transfer_id)} differ: "
-                "the bytes that arrived are not the bytes that were computed"
+                "the bytes that arrived are not the bytes that were computed",
+                Cause.DIGEST,
             )
         elif not self.expected_digests:
             self.verified = True
-
-    def report(self, outcome: Outcome, now_s: float) -> Report:
-        """What this hand-off leaves behind."""
-        return Report(
-            request_id=self.handoff.request_id,
-            transfer_id=self.handoff.offer.transfer_id,
-            outcome=outcome,
-            reason=self._reason(),
-            tokens=self.handoff.offer.num_tokens,
-            groups=tuple(g.group for g in load.groups) if (load := self.handoff.load) else (),
-            bytes_by_group=self.bytes_by_group or (0,) * (len(load.groups) if load else 0),
-            pieces=self.pieces,
-            waited_s=(self.posted_s or now_s) - self.ordered_s,
-            post_s=self.post_s,
-            wire_s=(self.done_s or now_s) - self.posted_s if self.posted else 0.0,
-            total_s=now_s - self.ordered_s,
-            retries=sum(part.recovery.retries for part in self.parts),
-        )
-
-    def _reason(self) -> str:
-        """Why it failed: what ended it, and what had gone wrong before that."""
-        ended = self.handoff.failure
-        before = next((part.transfer.error for part in self.parts if part.transfer.error), "")
-        return f"{ended}; its read had failed: {before}" if ended and before not in ended else ended
 
     def status(self) -> ReadStatus | None:
         """What all parts say together, as of the last `advance`; None: nothing was posted."""
@@ -183,6 +164,7 @@ class Reading:
         try:
             if not self.fence():
                 return
+            self.planned_s = clock.now_s()
             by_link = [_merged_pieces(link.plan, load.groups) for link in links]
             self.bytes_by_group = _check_bytes(layout, load.groups, by_link)
             # Faults are the transport's; what else is ordered is done to the pieces here.
@@ -205,12 +187,16 @@ class Reading:
                 self.parts.append(Part(rank, batch, link.peer, link.connections, transfer, recovery))
                 self.posted = True
             self.post_s = clock.now_s() - self.posted_s
-            self.pieces = sum(len(batch) for batch in batches)
+            self.pieces_by_group = tuple(
+                sum(len(pieces[i]) for pieces in by_link) for i in range(len(load.groups))
+            )
         except (StateFerryError, ValueError) as e:  # tables that do not fit; no defect of ours
-            self.handoff.fail(f"could not post: {e}")
+            # What the transport refuses to begin is a read that failed; all else are tables.
+            cause = Cause.READ if isinstance(e, TransportError) else Cause.TABLES
+            self.handoff.fail(f"could not post: {e}", cause)
         except Exception as e:  # a defect must fail this request, not the thread
             logger.exception("could not post the reads of request %s", self.handoff.request_id)
-            self.handoff.fail(f"could not post: {e}")
+            self.handoff.fail(f"could not post: {e}", Cause.DEFECT)
 
     def _poster(self, config: Config) -> Poster:
         orders = (self.handoff.offer.tamper or {}).get("faults", ()) if config.testing else ()

@@ -5,15 +5,18 @@ from stateferry.session.clock import Clock, SystemClock, VirtualClock
 from stateferry.session.consumer import Handoff, ReadStatus, claimant_name, producer_ranks
 from stateferry.session.lease import RENEWALS_PER_LEASE, Lease
 from stateferry.session.orders import (
+    Cause,
     Close,
     Grant,
     GroupLoad,
+    Kept,
     Load,
     Open,
     Orders,
     Outcome,
     Report,
     Results,
+    Trace,
     refused,
 )
 from stateferry.session.producer import Counters, Holding, Ledger, releases_expected
@@ -21,6 +24,7 @@ from stateferry.session.recovery import Next, Recovery
 
 __all__ = [
     "RENEWALS_PER_LEASE",
+    "Cause",
     "Clock",
     "Close",
     "Counters",
@@ -28,6 +32,7 @@ __all__ = [
     "GroupLoad",
     "Handoff",
     "Holding",
+    "Kept",
     "Lease",
     "Ledger",
     "Load",
@@ -40,6 +45,7 @@ __all__ = [
     "Report",
     "Results",
     "SystemClock",
+    "Trace",
     "VirtualClock",
     "claimant_name",
     "pause_s",

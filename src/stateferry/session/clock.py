@@ -5,10 +5,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds."""
+    """Monotonic seconds, and the date."""
 
     def now_s(self) -> float:
         """Seconds since some fixed point of this process."""
+        ...
+
+    def unix_s(self) -> float:
+        """Seconds since 1970, for what other processes read. Nothing is decided by it."""
         ...
 
 
@@ -19,6 +23,10 @@ class SystemClock:
         """Seconds; never goes back."""
         return time.monotonic()
 
+    def unix_s(self) -> float:
+        """The machine's idea of the date."""
+        return time.time()
+
 
 class VirtualClock:
     """A clock that tests move by hand."""
@@ -28,6 +36,10 @@ class VirtualClock:
 
     def now_s(self) -> float:
         """The time that was set."""
+        return self._now_s
+
+    def unix_s(self) -> float:
+        """The same: this clock's days began when its process did."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

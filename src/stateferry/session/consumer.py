@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from stateferry.ids import EngineId, RequestId, shown
 from stateferry.layout.digest import table_digest
 from stateferry.session.lease import Lease
-from stateferry.session.orders import Load, Outcome
+from stateferry.session.orders import Cause, Load, Outcome, Trace
 from stateferry.wire.messages import ClaimAnswer
 from stateferry.wire.params import Offer
 
@@ -66,6 +66,10 @@ class Handoff:
     offer: Offer
     ranks: tuple[int, ...]
     """Producer ranks that this rank deals with."""
+    opened_s: float = 0.0
+    met_s: float = 0.0
+    """When the last of the producer ranks was met."""
+    trace: Trace = ()
     leases: dict[int, Lease] = field(default_factory=dict)
     """By producer rank, from the answered claim on."""
     refused: set[int] = field(default_factory=set)
@@ -74,6 +78,7 @@ class Handoff:
     deadline_s: float = float("inf")
     """Set with the load: when the request is failed if its bytes are not in."""
     failure: str = ""
+    cause: Cause = Cause.NONE
     closing: bool = False
     released: bool = False
     """The producer was told that nothing (more) is wanted: its blocks are not to be counted on."""
@@ -89,7 +94,8 @@ class Handoff:
         if answer.reason:
             self.refused.add(rank)
             self.fail(
-                f"producer rank {rank} refused transfer {shown(self.offer.transfer_id)}: {answer.reason}"
+                f"producer rank {rank} refused transfer {shown(self.offer.transfer_id)}: {answer.reason}",
+                Cause.REFUSED,
             )
         elif rank in self.ranks:
             self.leases[rank] = Lease.from_claim(sent_s, answer.lease_s)
@@ -110,9 +116,10 @@ class Handoff:
                 )
         return ""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: Cause) -> None:
         """This hand-off cannot succeed any more. The first reason is kept."""
-        self.failure = self.failure or reason
+        if not self.failure:
+            self.failure, self.cause = reason, cause
 
     def order_load(self, load: Load, now_s: float, timeout_s: float) -> None:
         """vLLM allocated blocks: from now on they are ours until `settle` gives an outcome."""
@@ -157,9 +164,10 @@ class Handoff:
     def _look_for_failure(self, now_s: float, reads: ReadStatus | None) -> None:
         # First what forbids another try: a read gives up because of it, and is not the reason.
         if lapsed := self.lapsed(now_s):
-            self.fail(lapsed)
+            self.fail(lapsed, Cause.LEASE)
         if now_s >= self.deadline_s:
             missing = "end of the read" if self.claimed else "answer to the claim"
-            self.fail(f"no {missing} from {self.offer.engine_id} within transfer_timeout_s")
+            reason = f"no {missing} from {self.offer.engine_id} within transfer_timeout_s"
+            self.fail(reason, Cause.DEADLINE)
         if reads is not None and reads.error:
-            self.fail(reads.error)
+            self.fail(reads.error, Cause.READ)

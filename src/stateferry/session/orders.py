@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from stateferry.ids import RequestId, TransferId
 from stateferry.wire.params import Offer
 
+Trace = tuple[tuple[str, str], ...]
+"""A request's W3C trace headers, name and value; empty where it is not traced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -21,6 +24,7 @@ class Grant:
     block_ids: tuple[tuple[int, ...], ...]
     first_blocks: tuple[int, ...]
     prefix_digest: str
+    trace: Trace = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Open:
 
     request_id: RequestId
     offer: Offer
+    trace: Trace = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +87,96 @@ class Outcome(enum.Enum):
     ABANDONED = "abandoned"
 
 
+class Cause(enum.Enum):
+    """Why a hand-off came to nothing, in one word; its reason says it in full."""
+
+    NONE = ""
+    """It did not, or its request wanted nothing (more) from it."""
+    PEER = "peer"
+    """A producer rank could not be met, or did not answer."""
+    REFUSED = "refused"
+    """A producer rank answered, and said no."""
+    LEASE = "lease"
+    """A producer rank's promise to keep the blocks ended first."""
+    DEADLINE = "deadline"
+    """`transfer_timeout_s` was over."""
+    READ = "read"
+    """The transport failed to read, every time it was tried."""
+    DIGEST = "digest"
+    """What arrived is not what was computed."""
+    TABLES = "tables"
+    """The blocks that were given and those that were offered do not fit each other."""
+    DEFECT = "defect"
+    """An error of ours, or a ferry that does not run any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank's hand-off leaves behind. Times in seconds from the load order unless said."""
+    """What one rank's hand-off leaves behind. Times in seconds from the load order unless said.
+
+    opened --(shake hands)-- load order -- wait -- plan -- post -- last byte -- ended
+                             |                             |---- wire ---|
+                             |----------------------- total ------------------|
+    """
 
     request_id: RequestId
     transfer_id: TransferId
     outcome: Outcome
     reason: str = ""
+    cause: Cause = Cause.NONE
     tokens: int = 0
     """Tokens that need not be computed here."""
     groups: tuple[int, ...] = ()
     bytes_by_group: tuple[int, ...] = ()
     """Received bytes, per entry of `groups`."""
-    pieces: int = 0
-    """Descriptors posted, after merging."""
+    pieces_by_group: tuple[int, ...] = ()
+    """Descriptors posted, after merging, per entry of `groups`."""
+    queued_s: float = 0.0
+    """From the arrival of the request to the load order, or to the end if there was none."""
+    handshake_s: float = 0.0
+    """From the arrival of the request until every producer rank was met; 0 if they were already."""
     waited_s: float = 0.0
-    """From load order to post: hand-shake and fence."""
+    """For the hand-shake, and for the fence."""
+    plan_s: float = 0.0
+    """To lay the plan over the block ids."""
     post_s: float = 0.0
     """How long the post call itself took (on the ferry thread)."""
     wire_s: float = 0.0
     """From post to the last byte."""
     total_s: float = 0.0
-    retries: int = 0
-    """Reads that were posted again after a failure."""
+    retried_s: tuple[float, ...] = ()
+    """When reads were posted again after a failure."""
+    ended_unix_s: float = 0.0
+    """The date of the end."""
+    tp_rank: int = 0
+    peer: str = ""
+    """Where its producer ranks listen, as text."""
+    trace: Trace = ()
+
+    @property
+    def pieces(self) -> int:
+        """Descriptors posted, after merging."""
+        return sum(self.pieces_by_group)
+
+    @property
+    def retries(self) -> int:
+        """Reads that were posted again after a failure."""
+        return len(self.retried_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How the blocks of one traced request were kept by one producer rank. Others leave only counts."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    released: bool
+    """False: the lease ended."""
+    kept_s: float
+    ended_unix_s: float
+    claimant: str
+    tp_rank: int
+    trace: Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +192,19 @@ class Results:
     lost: frozenset[RequestId] = frozenset()
     """Consumer: these requests' offers turned out to be worth nothing before blocks were given."""
     reports: tuple[Report, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    """Producer: traced requests whose blocks are kept no more."""
+
+    def and_then(self, more: "Results") -> "Results":
+        """These, and what happened after them."""
+        return Results(
+            sent=self.sent | more.sent,
+            received=self.received | more.received,
+            failed=self.failed | more.failed,
+            lost=self.lost | more.lost,
+            reports=self.reports + more.reports,
+            kept=self.kept + more.kept,
+        )
 
 
 def refused(orders: Orders, reason: str) -> Results:
@@ -132,6 +216,7 @@ def refused(orders: Orders, reason: str) -> Results:
         failed=loads,
         lost=frozenset(order.request_id for order in orders.opens),
         reports=tuple(
-            Report(load.request_id, TransferId(""), Outcome.FAILED, reason) for load in orders.loads
+            Report(load.request_id, TransferId(""), Outcome.FAILED, reason, Cause.DEFECT)
+            for load in orders.loads
         ),
     )

@@ -37,6 +37,7 @@ class Holding:
     """One hand-off whose blocks this rank keeps."""
 
     grant: Grant
+    granted_s: float
     expires_s: float
     claimant: str = ""
     claimant_ranks: int = 0
@@ -69,6 +70,8 @@ class Counters:
     renewed: int = 0
     released: int = 0
     expired: int = 0
+    deserted: int = 0
+    """Of those: somebody had claimed them."""
     refused_claims: int = 0
     late_releases: int = 0
     late_renewals: int = 0
@@ -103,6 +106,7 @@ class Ledger:
         self._parked: OrderedDict[TransferId, list[Parked]] = OrderedDict()
         self._ended: OrderedDict[TransferId, str] = OrderedDict()
         self._finished: list[RequestId] = []
+        self._traced: list[tuple[Holding, bool]] = []
 
     @property
     def open_count(self) -> int:
@@ -121,7 +125,7 @@ class Ledger:
             self.counters.released += 1
             self._finished.append(grant.request_id)
             return []
-        self._holdings[grant.transfer_id] = Holding(grant, now_s + self._lease_s)
+        self._holdings[grant.transfer_id] = Holding(grant, now_s, now_s + self._lease_s)
         waiting = self._parked.pop(grant.transfer_id, [])
         return [(p.sender, self._claim(p.claim, now_s)) for p in waiting]
 
@@ -164,7 +168,7 @@ class Ledger:
         holding.released_ranks.add(release.tp_rank)
         if len(holding.released_ranks) >= releases_expected(release.tp_size, self._tp_size):
             self.counters.released += 1
-            self._end(holding, "was released by " + release.claimant)
+            self._end(holding, "was released by " + release.claimant, released=True)
         return ReleaseAnswer(transfer_id=release.transfer_id, known=True)
 
     def expire(self, now_s: float) -> tuple[list[Holding], list[tuple[Hashable, ClaimAnswer]]]:
@@ -172,7 +176,8 @@ class Ledger:
         ended = [h for h in self._holdings.values() if h.expires_s <= now_s]
         for holding in ended:
             self.counters.expired += 1
-            self._end(holding, f"ended {self._lease_s:g} s after it was last heard of")
+            self.counters.deserted += bool(holding.claimant)
+            self._end(holding, f"ended {self._lease_s:g} s after it was last heard of", released=False)
         answers: list[tuple[Hashable, ClaimAnswer]] = []
         for transfer_id in [t for t, ps in self._parked.items() if ps[0].until_s <= now_s]:
             answers += [(p.sender, self._claim(p.claim, now_s)) for p in self._parked.pop(transfer_id)]
@@ -193,6 +198,11 @@ class Ledger:
         """Requests whose blocks may be freed, each once."""
         finished, self._finished = self._finished, []
         return finished
+
+    def take_traced(self) -> list[tuple[Holding, bool]]:
+        """Hand-offs of traced requests that ended, each once, and whether they were released."""
+        traced, self._traced = self._traced, []
+        return traced
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other. For tests."""
@@ -242,8 +252,10 @@ class Ledger:
         if all(p.claim.claimant == release.claimant for p in others):
             self._remember(release.transfer_id, f"was released by {release.claimant} before it was granted")
 
-    def _end(self, holding: Holding, became: str) -> None:
+    def _end(self, holding: Holding, became: str, released: bool) -> None:
         transfer_id = holding.grant.transfer_id
+        if holding.grant.trace:
+            self._traced.append((holding, released))
         del self._holdings[transfer_id]
         self._finished.append(holding.grant.request_id)
         self._remember(transfer_id, became)

@@ -1,5 +1,24 @@
-"""Names of everything that can be watched, in one place."""
+"""Names of everything that can be watched, in one place; and what counts it."""
 
-from stateferry.telemetry.names import METRICS, Metric, MetricKind
+from stateferry.telemetry.names import (
+    METRICS,
+    OTHER_FIELD,
+    SPANS,
+    Metric,
+    MetricKind,
+    exemplar_of,
+    refusal_label,
+)
+from stateferry.telemetry.tally import Key, Tally
 
-__all__ = ["METRICS", "Metric", "MetricKind"]
+__all__ = [
+    "METRICS",
+    "OTHER_FIELD",
+    "SPANS",
+    "Key",
+    "Metric",
+    "MetricKind",
+    "Tally",
+    "exemplar_of",
+    "refusal_label",
+]

@@ -250,14 +250,7 @@ class EngineRank:
     def _wait(self, happened: Callable[[Results], bool], what: str, timeout_s: float) -> Results:
         deadline_s = time.monotonic() + timeout_s
         while True:
-            new = self.ferry.take()
-            self._seen = Results(
-                sent=self._seen.sent | new.sent,
-                received=self._seen.received | new.received,
-                failed=self._seen.failed | new.failed,
-                lost=self._seen.lost | new.lost,
-                reports=self._seen.reports + new.reports,
-            )
+            self._seen = self._seen.and_then(self.ferry.take())
             if happened(self._seen):
                 break
             # Short, because being idle is not news.

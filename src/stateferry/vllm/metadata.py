@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from stateferry.ids import RequestId
-from stateferry.session import Orders, Report
+from stateferry.session import Kept, Orders, Report
+from stateferry.telemetry import Key
 from stateferry.vllm.compat import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -36,25 +37,20 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
 
     reports: tuple[Report, ...] = ()
     lost: frozenset[RequestId] = field(default_factory=frozenset)
-    open_counts: dict[int, int] = field(default_factory=dict)
-    """Hand-offs that are open on a rank, where that changed."""
-    released: int = 0
-    expired: int = 0
-    refused_claims: int = 0
-    refused_peers: int = 0
-    quarantined: dict[int, int] = field(default_factory=dict)
-    """Hand-offs in quarantine on a rank, where that changed."""
+    kept: tuple[Kept, ...] = ()
+    counts: dict[Key, int] = field(default_factory=dict)
+    """What happened, by metric and label: to be added."""
+    levels: dict[int, dict[Key, int]] = field(default_factory=dict)
+    """How things stand on a rank, by metric and label, where that changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
         assert isinstance(other, StateFerryWorkerMetadata)
+        keys = self.counts.keys() | other.counts.keys()
         return StateFerryWorkerMetadata(
             self.reports + other.reports,
             self.lost | other.lost,
-            self.open_counts | other.open_counts,
-            self.released + other.released,
-            self.expired + other.expired,
-            self.refused_claims + other.refused_claims,
-            self.refused_peers + other.refused_peers,
-            self.quarantined | other.quarantined,
+            self.kept + other.kept,
+            {key: self.counts.get(key, 0) + other.counts.get(key, 0) for key in keys},
+            self.levels | other.levels,
         )

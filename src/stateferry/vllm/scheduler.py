@@ -18,6 +18,7 @@ from stateferry.ids import EngineId, RequestId, TransferId, new_transfer_id
 from stateferry.layout.blocks import needed_blocks, pair
 from stateferry.layout.spec import Group, GroupKind
 from stateferry.session import Close, Grant, GroupLoad, Load, Open, Orders, Outcome, Report
+from stateferry.telemetry import Key
 from stateferry.vllm.compat import RequestStatus
 from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
@@ -78,6 +79,8 @@ class SchedulerHalf:
         """Finished prefills whose blocks wait for a consumer."""
         self._loading: set[str] = set()
         """Requests whose blocks are being read into."""
+        self._loading_alone = 0
+        """Of those: the request itself is over. Counted, because every step asks."""
         self._grants: list[Grant] = []
         self._opens: list[Open] = []
         self._loads: list[Load] = []
@@ -86,11 +89,12 @@ class SchedulerHalf:
         self._tp_size = tp_size
         self._reports: dict[RequestId, list[Report]] = {}
         """Of hand-offs that some ranks have ended and others not."""
-        self._open_counts: dict[int, int] = {}
-        self._quarantined: dict[int, int] = {}
+        self._levels: dict[int, dict[Key, int]] = {}
+        """How things stand, by rank."""
         self._stats = StateFerryStats()
-        self._told_open_counts: dict[str, int] = {}
-        self._told_quarantined = 0
+        self._standing: dict[Key, int] = {}
+        """How things stand over all ranks, and in this half."""
+        self._told: dict[Key, int] = {}
 
     def set_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Where this engine's workers listen, by tensor-parallel rank."""
@@ -99,12 +103,15 @@ class SchedulerHalf:
     @property
     def open_count(self) -> int:
         """Prefill and decode legs that are not finished here, and blocks that ferries still hold."""
-        return len(self._claimable.keys() | self._loading) + len(self._prefills) + len(self._granted)
+        legs = len(self._claimable) + self._loading_alone + len(self._prefills)
+        return legs + len(self._granted)
 
     def reported(self, sent: set[str], received: set[str]) -> None:
         """vLLM heard from all ranks that these requests' blocks are held no more."""
         self._granted.difference_update(sent)
-        self._loading.difference_update(received)
+        ended = self._loading & received
+        self._loading -= ended
+        self._loading_alone -= len(ended - self._claimable.keys())
 
     # -- a request arrives -----------------------------------------------------------------------
 
@@ -125,6 +132,7 @@ class SchedulerHalf:
             offer = parse_offer(params)
             self._check_offer(request, offer)
         except (ProtocolError, LayoutError) as e:
+            self._stats.add("stateferry_refused_offers", 1, "consumer")
             logger.warning("request=%s is computed here: %s", request.request_id, e)
             return
         if not self._config.testing and offer.tamper is not None:
@@ -242,24 +250,21 @@ class SchedulerHalf:
             so_far.append(report)
             if len(so_far) == self._tp_size:
                 record_handoff(self._stats, self._groups, self._reports.pop(report.request_id))
-        self._open_counts |= news.open_counts
-        self._quarantined |= news.quarantined
-        self._stats.add("stateferry_grants", news.released, "released")
-        self._stats.add("stateferry_grants", news.expired, "expired")
-        self._stats.add("stateferry_refused_claims", news.refused_claims)
-        self._stats.add("stateferry_refused_peers", news.refused_peers)
+        if news.levels:
+            self._levels |= news.levels
+            keys = {key for levels in self._levels.values() for key in levels}
+            self._standing = {key: sum(of.get(key, 0) for of in self._levels.values()) for key in keys}
+        for (name, label), number in news.counts.items():
+            self._stats.add(name, number, label)
 
     def take_stats(self) -> StateFerryStats | None:
         """What happened since the last call; None: nothing."""
-        open_counts = {"scheduler": self.open_count, "ferry": sum(self._open_counts.values())}
-        if open_counts != self._told_open_counts:
-            self._told_open_counts = open_counts
-            for half, count in open_counts.items():
-                self._stats.set("stateferry_open_handoffs", count, half)
-        quarantined = sum(self._quarantined.values())
-        if quarantined != self._told_quarantined:
-            self._told_quarantined = quarantined
-            self._stats.set("stateferry_quarantined_transfers", quarantined)
+        self._standing["stateferry_open_handoffs", "scheduler"] = self.open_count
+        if self._standing != self._told:
+            for (name, label), level in self._standing.items():
+                if level != self._told.get((name, label)):
+                    self._stats.set(name, level, label)
+            self._told = dict(self._standing)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, StateFerryStats()
@@ -272,6 +277,7 @@ class SchedulerHalf:
         request_id = RequestId(request.request_id)
         claimable = self._claimable.pop(request_id, None)
         if claimable is not None:
+            self._loading_alone += request_id in self._loading
             self._closes.append(Close(request_id))
             return False, self._received(claimable)
         reason = self._prefills.pop(request_id, None)
@@ -293,6 +299,7 @@ class SchedulerHalf:
                 tables.append(tuple(ids.tolist()))
                 firsts.append(positions.start)
         except LayoutError as e:
+            self._stats.add("stateferry_refused_offers", 1, "producer")
             logger.info("request=%s is not offered: %s", request.request_id, e)
             return False, {
                 "do_remote_prefill": False,
@@ -344,6 +351,8 @@ class SchedulerHalf:
                     "pieces": sum(r.pieces for r in reports),
                     "retries": sum(r.retries for r in reports),
                     "milliseconds": round(max(r.total_s for r in reports) * 1e3, 3),
+                    "wait_milliseconds": round(max(r.waited_s for r in reports) * 1e3, 3),
+                    "plan_milliseconds": round(max(r.plan_s for r in reports) * 1e3, 3),
                     "post_milliseconds": round(max(r.post_s for r in reports) * 1e3, 3),
                     "wire_milliseconds": round(max(r.wire_s for r in reports) * 1e3, 3),
                 }

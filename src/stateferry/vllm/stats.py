@@ -7,13 +7,19 @@ whatever the tensor-parallel size. vLLM carries them to the API server as plain 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prometheus_client import Counter
+
 from stateferry.layout.spec import Group
-from stateferry.session import Outcome, Report
-from stateferry.telemetry import METRICS, Metric, MetricKind
+from stateferry.session import Cause, Outcome, Report
+from stateferry.telemetry import METRICS, Metric, MetricKind, exemplar_of
 from stateferry.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 
+MAX_REQUEST_ID = 48
+"""Characters of a request's id beside which the start of a reason still has room."""
+
 Values = dict[str, dict[str, Any]]
-"""Metric name -> label value ("" without a label) -> what to add, set, or (a list) observe."""
+"""Metric name -> label value ("" without a label) -> what to add or set, or a list of what happened one by
+one: `[value, labels of an exemplar]` each."""
 
 
 class StateFerryStats(KVConnectorStats):
@@ -40,9 +46,11 @@ class StateFerryStats(KVConnectorStats):
         """Say how something stands now."""
         self.data.setdefault(name, {})[label] = value
 
-    def observe(self, name: str, value: float) -> None:
-        """Add one observation."""
-        self.data.setdefault(name, {}).setdefault("", []).append(value)
+    def observe(
+        self, name: str, value: float, label: str = "", exemplar: Mapping[str, str] | None = None
+    ) -> None:
+        """Add one observation of a histogram, or one event that is counted with an example."""
+        self.data.setdefault(name, {}).setdefault(label, []).append([value, dict(exemplar or {})])
 
     def aggregate(self, other: KVConnectorStats) -> "StateFerryStats":
         """Add a later step's numbers to ours."""
@@ -61,25 +69,56 @@ class StateFerryStats(KVConnectorStats):
         for name, values in self.data.items():
             for label, value in values.items():
                 key = f"{name}{{{label}}}" if label else name
-                if isinstance(value, list):
-                    line[f"{key} median"] = round(sorted(value)[len(value) // 2], 4)
-                    line[f"{key} count"] = len(value)
-                else:
+                if not isinstance(value, list):
                     line[key] = value
+                elif METRICS[name].kind is MetricKind.COUNTER:
+                    line[key] = sum(number for number, _ in value)
+                else:
+                    line[f"{key} median"] = round(sorted(number for number, _ in value)[len(value) // 2], 4)
+                    line[f"{key} count"] = len(value)
         return line
 
 
 def record_handoff(stats: StateFerryStats, groups: Sequence[Group], reports: Sequence[Report]) -> None:
     """Count one request's hand-off, given every rank's report."""
     worst = max(reports, key=lambda r: (r.outcome is Outcome.FAILED, r.outcome is Outcome.ABANDONED))
+    request_id = worst.request_id
     stats.add("stateferry_handoffs", 1, worst.outcome.value)
-    stats.observe("stateferry_handoff_seconds", max(r.total_s for r in reports))
-    stats.add("stateferry_received_pieces", sum(r.pieces for r in reports))
+    trace_id = _trace_id(worst)
+    seen = exemplar_of(outcome=worst.outcome.value, trace_id=trace_id, request=request_id)
+    stats.observe("stateferry_handoff_seconds", max(r.total_s for r in reports), exemplar=seen)
     stats.add("stateferry_retries", sum(r.retries for r in reports))
+    why = next((r for r in (worst, *reports) if r.cause is not Cause.NONE), None)
+    if why is not None:
+        seen = exemplar_of(request=request_id[:MAX_REQUEST_ID], reason=why.reason)
+        stats.observe("stateferry_failures", 1, why.cause.value, seen)
+    if all(r.outcome is Outcome.RECEIVED for r in reports):
+        for stage, seconds in stages(reports).items():
+            stats.observe("stateferry_stage_seconds", seconds, stage)
     for report in reports:
         if report.outcome is Outcome.RECEIVED:
-            for group, size in zip(report.groups, report.bytes_by_group, strict=True):
-                stats.add("stateferry_received_bytes", size, groups[group].kind.value)
+            for group, size, pieces in zip(
+                report.groups, report.bytes_by_group, report.pieces_by_group, strict=True
+            ):
+                kind = groups[group].kind.value
+                stats.add("stateferry_received_bytes", size, kind)
+                stats.add("stateferry_received_pieces", pieces, kind)
+
+
+def stages(reports: Sequence[Report]) -> dict[str, float]:
+    """How long each stage of a hand-off took the slowest rank, seconds."""
+    return {
+        "wait": max(r.waited_s for r in reports),
+        "plan": max(r.plan_s for r in reports),
+        "post": max(r.post_s for r in reports),
+        "wire": max(r.wire_s for r in reports),
+    }
+
+
+def _trace_id(report: Report) -> str:
+    """The trace that a dashboard can go to from an exemplar; empty without one."""
+    words = dict(report.trace).get("traceparent", "").split("-")
+    return words[1] if len(words) == 4 and len(words[1]) == 32 else ""
 
 
 class StateFerryPromMetrics(KVConnectorPromMetrics):
@@ -94,6 +133,8 @@ class StateFerryPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {name: self._create(m) for name, m in METRICS.items()}
+        # Ray's metrics take none.
+        self._exemplars = issubclass(self._counter_cls, Counter)
         for engine in per_engine_labelvalues:
             for name, metric in METRICS.items():
                 for value in metric.values or ("",):
@@ -104,20 +145,28 @@ class StateFerryPromMetrics(KVConnectorPromMetrics):
         for name, values in transfer_stats_data.items():
             for label, value in values.items():
                 metric = self._at(name, engine_idx, label)
-                if METRICS[name].kind is MetricKind.COUNTER:
-                    metric.inc(value)
-                elif METRICS[name].kind is MetricKind.GAUGE:
+                if METRICS[name].kind is MetricKind.GAUGE:
                     metric.set(value)
-                else:
-                    for observation in value:
-                        metric.observe(observation)
+                    continue
+                take = metric.inc if METRICS[name].kind is MetricKind.COUNTER else metric.observe
+                for number, exemplar in value if isinstance(value, list) else [(value, None)]:
+                    if exemplar and self._exemplars:
+                        take(number, exemplar)
+                    else:
+                        take(number)
 
     def _create(self, metric: Metric) -> Any:
         names = [*self._labelnames, metric.label] if metric.label else list(self._labelnames)
         if metric.kind is MetricKind.COUNTER:
             return self._counter_cls(name=metric.name, documentation=metric.help, labelnames=names)
         if metric.kind is MetricKind.GAUGE:
-            return self._gauge_cls(name=metric.name, documentation=metric.help, labelnames=names)
+            # With several API servers each keeps its own; what counts is what was told last.
+            return self._gauge_cls(
+                name=metric.name,
+                documentation=metric.help,
+                labelnames=names,
+                multiprocess_mode="mostrecent",
+            )
         return self._histogram_cls(
             name=metric.name, documentation=metric.help, labelnames=names, buckets=metric.buckets
         )

@@ -4,7 +4,6 @@ vLLM calls everything here on the worker's own thread, between and around forwar
 """
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
 from stateferry.ids import EngineId, RequestId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import Pieces
-from stateferry.session import Counters, Report, Results
+from stateferry.session import Kept, Report, Results
+from stateferry.telemetry import Key
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
 from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
@@ -63,8 +63,9 @@ class WorkerHalf:
         self._reports: tuple[Report, ...] = ()
         self._lost: frozenset[RequestId] = frozenset()
         self._tp_rank = 0
-        self._told = (0, 0, Counters())
-        """Open count, quarantined count and counters as the scheduler half last heard them."""
+        self._kept: tuple[Kept, ...] = ()
+        self._told: tuple[dict[Key, int], dict[Key, int]] = ({}, {})
+        """Counts and levels as the scheduler half last heard them."""
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Describe the cache, register its memory, start the ferry. Errors end the start-up."""
@@ -139,6 +140,7 @@ class WorkerHalf:
         results = self._ferry.take() if self._ferry is not None else Results()
         self._reports += results.reports
         self._lost |= results.lost
+        self._kept += results.kept
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -150,20 +152,20 @@ class WorkerHalf:
         ferry = self._ferry
         if ferry is None:
             return None
-        before, now = self._told, (ferry.open_count, ferry.quarantined_count, replace(ferry.counters))
-        if now == before and not (self._reports or self._lost):
+        # In this order: whoever hears that nothing is open has heard of all that happened.
+        levels, counts = ferry.levels(), ferry.counts()
+        told_counts, told_levels = self._told
+        same = counts == told_counts and levels == told_levels
+        if same and not (self._reports or self._lost or self._kept):
             return None
         news = StateFerryWorkerMetadata(
             self._reports,
             self._lost,
-            {self._tp_rank: now[0]},
-            now[2].released - before[2].released,
-            now[2].expired - before[2].expired,
-            now[2].refused_claims - before[2].refused_claims,
-            now[2].refused_peers - before[2].refused_peers,
-            {self._tp_rank: now[1]},
+            self._kept,
+            {k: new for k, n in counts.items() if (new := n - told_counts.get(k, 0))},
+            {} if levels == told_levels else {self._tp_rank: levels},
         )
-        self._reports, self._lost, self._told = (), frozenset(), now
+        self._reports, self._lost, self._kept, self._told = (), frozenset(), (), (counts, levels)
         return news
 
     def shutdown(self) -> None:
