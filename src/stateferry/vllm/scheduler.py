@@ -262,7 +262,7 @@ class SchedulerHalf:
         self._standing["stateferry_open_handoffs", "scheduler"] = self.open_count
         if self._standing != self._told:
             for (name, label), level in self._standing.items():
-                if level != self._told.get((name, label)):
+                if level != self._told.get((name, label), 0):
                     self._stats.set(name, level, label)
             self._told = dict(self._standing)
         if self._stats.is_empty():

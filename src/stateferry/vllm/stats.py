@@ -15,7 +15,7 @@ from stateferry.telemetry import METRICS, Metric, MetricKind, exemplar_of
 from stateferry.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 
 MAX_REQUEST_ID = 48
-"""Characters of a request's id beside which the start of a reason still has room."""
+"""Characters of a request's id in an exemplar: its end, because routers put addresses before what is unique."""
 
 Values = dict[str, dict[str, Any]]
 """Metric name -> label value ("" without a label) -> what to add or set, or a list of what happened one by
@@ -82,7 +82,7 @@ class StateFerryStats(KVConnectorStats):
 def record_handoff(stats: StateFerryStats, groups: Sequence[Group], reports: Sequence[Report]) -> None:
     """Count one request's hand-off, given every rank's report."""
     worst = max(reports, key=lambda r: (r.outcome is Outcome.FAILED, r.outcome is Outcome.ABANDONED))
-    request_id = worst.request_id
+    request_id = worst.request_id[-MAX_REQUEST_ID:]
     stats.add("stateferry_handoffs", 1, worst.outcome.value)
     trace_id = _trace_id(worst)
     seen = exemplar_of(outcome=worst.outcome.value, trace_id=trace_id, request=request_id)
@@ -90,7 +90,7 @@ def record_handoff(stats: StateFerryStats, groups: Sequence[Group], reports: Seq
     stats.add("stateferry_retries", sum(r.retries for r in reports))
     why = next((r for r in (worst, *reports) if r.cause is not Cause.NONE), None)
     if why is not None:
-        seen = exemplar_of(request=request_id[:MAX_REQUEST_ID], reason=why.reason)
+        seen = exemplar_of(request=request_id, reason=why.reason)
         stats.observe("stateferry_failures", 1, why.cause.value, seen)
     if all(r.outcome is Outcome.RECEIVED for r in reports):
         for stage, seconds in stages(reports).items():
