@@ -22,6 +22,7 @@ from stateferry.telemetry import Key
 from stateferry.vllm.compat import RequestStatus
 from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
+from stateferry.vllm.spans import Spans, trace_of
 from stateferry.vllm.stats import StateFerryStats, record_handoff
 from stateferry.wire import Offer, RankAddress, is_decode_leg, is_prefill_leg, offer_to_params, parse_offer
 
@@ -92,6 +93,7 @@ class SchedulerHalf:
         self._levels: dict[int, dict[Key, int]] = {}
         """How things stand, by rank."""
         self._stats = StateFerryStats()
+        self._spans = Spans()
         self._standing: dict[Key, int] = {}
         """How things stand over all ranks, and in this half."""
         self._told: dict[Key, int] = {}
@@ -142,7 +144,7 @@ class SchedulerHalf:
         self._used[offer.transfer_id] = request_id
         while len(self._used) > MAX_USED:
             self._used.popitem(last=False)
-        self._opens.append(Open(request_id, offer))
+        self._opens.append(Open(request_id, offer, trace_of(request)))
 
     def _check_offer(self, request: Any, offer: Offer) -> None:
         """Raise unless the offer is for this very prompt and describes every block that is needed."""
@@ -243,6 +245,10 @@ class SchedulerHalf:
             if claimable is not None:
                 claimable.reports += (report,)
         self._count(news)
+        for report in news.reports:
+            self._spans.handoff(report)
+        for kept in news.kept:
+            self._spans.offer(kept)
 
     def _count(self, news: StateFerryWorkerMetadata) -> None:
         for report in news.reports:
@@ -326,6 +332,7 @@ class SchedulerHalf:
                 offer.block_ids,
                 offer.first_blocks,
                 offer.prefix_digest,
+                trace_of(request),
             )
         )
         return True, offer_to_params(offer)

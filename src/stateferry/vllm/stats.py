@@ -15,7 +15,7 @@ from stateferry.telemetry import METRICS, Metric, MetricKind, exemplar_of
 from stateferry.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 
 MAX_REQUEST_ID = 48
-"""Characters of a request's id in an exemplar: its end, because routers put addresses before what is unique."""
+"""Characters of a request's id in an exemplar: its end, for routers put addresses before what is unique."""
 
 Values = dict[str, dict[str, Any]]
 """Metric name -> label value ("" without a label) -> what to add or set, or a list of what happened one by
