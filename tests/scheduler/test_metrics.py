@@ -1,7 +1,10 @@
 """What engines give for `/metrics`, fed to vLLM's own Prometheus classes over a registry of this test."""
 
+import os
 import random
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -58,6 +61,11 @@ class Page:
             for sample in family.samples
         ]
 
+    def text(self, plain: bool = False) -> str:
+        """The page as a server gives it, without the dates of counters' birth."""
+        text = (prometheus_client.generate_latest if plain else generate_latest)(self._registry).decode()
+        return "".join(line for line in text.splitlines(True) if "_created" not in line)
+
     def value(self, name: str, engine: int = 0, **labels: str) -> float:
         """The one sample of that name with exactly these labels, vLLM's aside."""
         wanted = {"model_name": "model", "engine": str(engine), **labels}
@@ -69,6 +77,38 @@ class Page:
         for sample in self.samples:
             if sample.name == name and sample.exemplar:
                 yield sample.exemplar.labels
+
+
+PAGES = Path(__file__).parents[1] / "pages"
+"""What `stateferry top` is tested with. `RECORD_PAGES=1` writes them anew."""
+
+
+def series_of(page: str) -> set[str]:
+    """Every name with its labels, numbers and examples left out."""
+    lines = (line.partition(" # ")[0].rpartition(" ")[0] for line in page.splitlines() if line[0] != "#")
+    return {re.sub(r" [0-9.e+]+$", "", line) for line in lines}
+
+
+def test_the_recorded_pages_are_what_a_registry_gives() -> None:
+    with Pair(HYBRID, transfer_timeout_s=0.3, read_retries=0) as pair:
+        for number in range(3):
+            pair.hand_off(prompt_of(14, number))
+        pair.consumer.tap.held = True
+        pair.consumer.add(prompt_of(14, 3), params=pair.prefill(prompt_of(14, 3)), request_id="late")
+        pair.run()
+        pair.consumer.tap.held = False
+        pages = {"decode_before.txt": Page({0: pair.consumer}).text()}
+        for number in range(4, 6):
+            pair.hand_off(prompt_of(14, number))
+        after = Page({0: pair.consumer})
+        pages |= {"decode_after.txt": after.text(), "decode_after_plain.txt": after.text(plain=True)}
+        pages["prefill.txt"] = Page({0: pair.producer}).text()
+        pages["two_engines.txt"] = Page({0: pair.consumer, 1: pair.producer}).text()
+    for name, page in pages.items():
+        if os.environ.get("RECORD_PAGES"):
+            (PAGES / name).write_text(page)
+        recorded = (PAGES / name).read_text()
+        assert series_of(recorded) == series_of(page), f"{name} is out of date: RECORD_PAGES=1 writes it anew"
 
 
 def check_received(page: Page, pair: Pair, count: int, ranks: int) -> None:

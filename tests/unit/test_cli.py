@@ -24,7 +24,16 @@ def served(*arguments: str) -> tuple[list[str], dict[str, object]]:
 
 @pytest.mark.parametrize(
     "command",
-    [(), ("serve",), ("serve", "prefill"), ("serve", "decode"), ("demo",), ("inspect",), ("doctor",)],
+    [
+        (),
+        ("serve",),
+        ("serve", "prefill"),
+        ("serve", "decode"),
+        ("demo",),
+        ("inspect",),
+        ("doctor",),
+        ("top",),
+    ],
 )
 def test_help_teaches_by_example(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")

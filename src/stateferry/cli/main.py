@@ -14,6 +14,7 @@ from stateferry.cli.inspect import inspect
 from stateferry.cli.key import key
 from stateferry.cli.serve import PASS_ON, serve_app
 from stateferry.cli.soak import soak
+from stateferry.cli.top import top
 from stateferry.cli.version import version
 from stateferry.errors import ConfigError, EngineError, StateFerryError
 
@@ -34,6 +35,7 @@ Examples:
   stateferry serve decode MODEL --port 8200    an engine that writes answers
   stateferry doctor                            what may keep engines from handing off here
   stateferry inspect MODEL --tp 1 --tp 2       what a model keeps and a hand-off moves; starts nothing
+  stateferry top --router http://HOST:8000     engines, hand-offs a second, what failed and why
   stateferry key control.key                   a secret for engines on several machines
 
 Exit codes: 0 all right · 1 a verdict failed · 2 bad arguments or settings · 3 an engine did not
@@ -57,6 +59,7 @@ app.command(
 )(inspect)
 app.command("doctor", short_help="Find what keeps engines from handing off, and what to do.")(doctor)
 app.command("soak", short_help="Hand off for a long time, with faults and clients that leave.")(soak)
+app.command("top", short_help="Watch engines and their hand-offs.")(top)
 app.add_typer(bench_app, name="bench", short_help="Measure, with every arm in the same run.")
 app.command("key", short_help="Make the secret that engines know each other by.")(key)
 app.command("version", short_help="Print what is installed.")(version)

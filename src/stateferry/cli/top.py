@@ -1,0 +1,104 @@
+"""`stateferry top`: engines and their hand-offs, live."""
+
+import json
+import threading
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+
+from stateferry.cli.top_tables import engine_table, failure_table, silent_table, slow_table
+from stateferry.errors import ConfigError, EngineError
+from stateferry.watch import Engines, Figures, Found, discover
+
+FILE_WIDTH = 160
+"""Of tables that nobody looks at in a terminal."""
+Shown = tuple[list[Figures], dict[str, str]]
+
+
+def top(
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="Engines to look at.", show_default=False)
+    ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            "--router", metavar="URL", help="Look at the engines of this vllm-router.", show_default=False
+        ),
+    ] = None,
+    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One look: totals since each engine's start.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object for each look, one a line.")
+    ] = False,
+) -> None:
+    """Show engines, their peers, hand-offs a second, bytes by kind, and which hand-offs were slow or failed.
+
+    Reads what the engines serve on /metrics, and nothing else: it needs no access to them but HTTP, and costs
+    them as much as Prometheus does. Which requests were slow or failed is told by exemplars, one of each
+    cause and each step of time; docs/metrics.md says when there are none.
+
+    \b
+    Examples:
+      stateferry top http://127.0.0.1:8100 http://127.0.0.1:8200
+      stateferry top --router http://127.0.0.1:8000
+      stateferry top --router http://127.0.0.1:8000 --once          a plain table, for a log or a ticket
+      stateferry top --router http://127.0.0.1:8000 --once --json   the same for a program
+
+    Exit codes: 0 all right · 2 bad arguments · 3 no engine answered, or the router does not say which it has.
+    """
+    engines = [Found(url.rstrip("/")) for url in urls or ()]
+    if router is not None:
+        known = {engine.url for engine in engines}
+        engines += [engine for engine in discover(router) if engine.url not in known]
+    if not engines:
+        raise ConfigError("which engines? Give their URLs, or --router URL to ask a vllm-router")
+    for engine in engines:
+        if not engine.url.startswith(("http://", "https://")):
+            raise ConfigError(f"{engine.url!r} is no URL of an engine; expected http://HOST:PORT")
+    with Engines(engines) as looked_at:
+        if once or json_output:
+            _print(looked_at, every, once, json_output)
+        else:
+            _watch(looked_at, every)
+
+
+def _print(engines: Engines, every_s: float, once: bool, json_output: bool) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
+    while True:
+        figures, silent = engines.look(time.monotonic())
+        if json_output:
+            look = {"engines": [f.as_json() for f in figures], "silent": silent, "unix_s": time.time()}
+            print(json.dumps(look), flush=True)
+        else:
+            console.print(_shown((figures, silent)))
+        if once:
+            if not figures:
+                raise EngineError(
+                    f"no engine answered: {'; '.join(f'{u}: {why}' for u, why in silent.items())}"
+                )
+            return
+        threading.Event().wait(every_s)
+
+
+def _watch(engines: Engines, every_s: float) -> None:
+    with Live(Group(), auto_refresh=False, screen=Console().is_terminal) as live:
+        while True:
+            live.update(_shown(engines.look(time.monotonic())), refresh=True)
+            threading.Event().wait(every_s)
+
+
+def _shown(look: Shown) -> Group:
+    figures, silent = look
+    now_unix_s = time.time()
+    tables = [
+        engine_table(figures),
+        failure_table(figures, now_unix_s),
+        slow_table(figures, now_unix_s),
+        silent_table(silent),
+    ]
+    return Group(*(table for table in tables if table is not None))

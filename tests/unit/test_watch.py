@@ -1,0 +1,252 @@
+"""`stateferry top` over pages that a real registry made (tests/scheduler/test_metrics.py records them)."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stateferry.cli.top_tables import ago, duration, size
+from stateferry.errors import EngineError
+from stateferry.telemetry import METRICS
+from stateferry.watch import Engines, Found, Snapshot, discover, figures_of, read_page
+from stateferry.watch.figures import quantile
+
+PAGES = Path(__file__).parents[1] / "pages"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+URL = "http://decode:8200"
+WORKERS = {
+    "workers": [
+        {"url": "http://127.0.0.1:18102", "worker_type": "decode", "is_healthy": True, "load": 0},
+        {"url": "http://127.0.0.1:18101", "worker_type": "prefill", "is_healthy": True, "load": 0},
+    ],
+    "total": 2,
+}
+"""What vllm-router 0.1.17 answers, less what nobody here reads."""
+
+
+def page(name: str, at_s: float = 0.0, openmetrics: bool = True) -> list[Snapshot]:
+    return read_page((PAGES / name).read_text(), URL, at_s, openmetrics)
+
+
+def test_a_page_is_read_whole() -> None:
+    (snapshot,) = page("decode_before.txt")
+    assert snapshot.engine == "0"
+    assert snapshot.ours
+    assert snapshot.by_label("stateferry_handoffs_total") == {"received": 3, "failed": 1, "abandoned": 0}
+    assert snapshot.value("stateferry_handoff_seconds_count") == 4
+    assert max(snapshot.buckets.values()) == 4
+    assert snapshot.value("stateferry_received_bytes_total", "state") > 0
+    assert snapshot.value("stateferry_peers", "ready") == 1
+    assert snapshot.value("no such series") == 0
+    (failed,) = snapshot.failed
+    assert failed.labels["cause"] == "deadline"
+    assert failed.labels["request"] == "late"
+    assert "no end of the read" in failed.labels["reason"]
+    assert "late" in {example.labels["request"] for example in snapshot.timed}
+
+
+def test_every_metric_is_read_under_its_own_label() -> None:
+    (snapshot,) = page("decode_after.txt")
+    for metric in METRICS.values():
+        if metric.label and not metric.buckets:
+            assert set(snapshot.by_label(metric.series)) == set(metric.values)
+
+
+def test_the_plain_format_says_the_same_less_the_examples() -> None:
+    (rich,), (plain,) = page("decode_after.txt"), page("decode_after_plain.txt", openmetrics=False)
+    assert plain.values == rich.values
+    assert plain.buckets == rich.buckets
+    assert rich.timed
+    assert plain.timed == plain.failed == ()
+
+
+def test_engines_behind_one_page_are_told_apart() -> None:
+    one, two = page("two_engines.txt")
+    assert (one.engine, two.engine) == ("0", "1")
+    assert figures_of(one, None, "").role == "decode"
+    assert figures_of(two, None, "").role == "prefill"
+    assert sum(figures_of(two, None, "").grants.values()) > 0
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    (before,), (after,) = page("decode_before.txt", 100.0), page("decode_after.txt", 104.0)
+    figures = figures_of(after, before, "decode")
+    assert figures.handoffs == {"received": 5, "failed": 1, "abandoned": 0}
+    assert figures.handoffs_rate == 0.5
+    assert figures.bytes_rate is not None
+    grown = after.value("stateferry_received_bytes_total", "state")
+    grown -= before.value("stateferry_received_bytes_total", "state")
+    assert figures.bytes_rate["state"] == grown / 4 > 0
+    assert figures.median_s is not None
+    assert figures.median_s < 0.3, "the one that failed late was before the first look"
+    assert figures.slowest[0].labels["request"] == "late", "examples are since the start"
+
+
+def test_a_first_look_has_totals_and_no_rates() -> None:
+    (now,) = page("decode_after.txt")
+    figures = figures_of(now, None, "")
+    assert figures.handoffs_rate is None
+    assert figures.bytes_rate is None
+    assert figures.slow_s is not None
+    assert figures.failures == {"deadline": 1}
+
+
+def test_an_engine_that_was_restarted_is_seen_for_the_first_time() -> None:
+    (before,), (now,) = page("decode_after.txt", 100.0), page("decode_before.txt", 104.0)
+    assert figures_of(now, before, "").handoffs_rate is None
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.5, 1.0), (0.25, 0.5), (0.75, 1.5), (1.0, 2.0), (0.99, 1.98)]
+)
+def test_a_quantile_lies_on_the_line_through_its_bucket(share: float, expected: float) -> None:
+    assert quantile({1.0: 10.0, 2.0: 20.0, float("inf"): 20.0}, share) == pytest.approx(expected)
+
+
+def test_a_quantile_past_the_last_bound_is_that_bound_and_of_nothing_is_none() -> None:
+    assert quantile({1.0: 0.0, float("inf"): 5.0}, 0.5) == 1.0
+    assert quantile({1.0: 0.0, float("inf"): 0.0}, 0.5) is None
+    assert quantile({}, 0.5) is None
+
+
+def test_numbers_for_people() -> None:
+    assert [duration(s) for s in (None, 0.00123, 0.25, 1.5, 61.0)] == [
+        "-",
+        "1.23 ms",
+        "250 ms",
+        "1.5 s",
+        "61 s",
+    ]
+    assert [size(n) for n in (0, 999, 1000, 1_234_567, 5e12)] == ["0 B", "999 B", "1 kB", "1.23 MB", "5 TB"]
+    assert [ago(at, 1000.0) for at in (0.0, 990.0, 1001.0)] == ["-", "10 s ago", "0 s ago"]
+    assert ago(1.0, 7201.0) == "2 h ago"
+
+
+Answers = Mapping[str, tuple[int, str, str]]
+"""Path -> status, content type, body."""
+
+
+@contextmanager
+def server(answers: Answers) -> Iterator[str]:
+    """A web server on this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, kind, body = answers.get(self.path, (404, "text/plain", ""))
+            data = body.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            """Silent."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+        thread.join()
+
+
+def engine(name: str) -> Answers:
+    """As vLLM answers: examples only at `/metrics/`."""
+    rich = (200, OPENMETRICS, (PAGES / name).read_text())
+    return {"/metrics/": rich, "/metrics": (500, "text/plain", "not asked for")}
+
+
+def plain_engine() -> Answers:
+    return {"/metrics": (200, "text/plain; version=1.0.0", (PAGES / "decode_after_plain.txt").read_text())}
+
+
+def test_engines_that_do_not_answer_take_nothing_from_the_others() -> None:
+    with server(engine("decode_after.txt")) as good, server(plain_engine()) as plain, server({}) as empty:
+        other = {"/metrics": (200, "text/plain", "# TYPE up gauge\nup 1\n")}
+        broken = {"/metrics/": (200, OPENMETRICS, "stateferry_x{ 1\n")}
+        with server(other) as stranger, server(broken) as garbled:
+            urls = [good, plain, empty, stranger, garbled, "http://127.0.0.1:1"]
+            with Engines([Found(url) for url in urls]) as engines:
+                figures, silent = engines.look(0.0)
+                again, _ = engines.look(1.0)
+        assert [f.url for f in figures] == [good, plain]
+        assert [f.handoffs_rate for f in again] == [0.0, 0.0]
+        assert set(silent) == set(urls[2:])
+        assert "HTTP 404" in silent[empty]
+        assert "no metrics of StateFerry" in silent[stranger]
+
+
+def as_json(value: object) -> tuple[int, str, str]:
+    return (200, "application/json", json.dumps(value))
+
+
+def test_a_router_says_which_engines_it_has() -> None:
+    with server({"/workers": as_json(WORKERS)}) as router:
+        found = discover(router + "/")
+    assert found == [Found("http://127.0.0.1:18101", "prefill"), Found("http://127.0.0.1:18102", "decode")]
+
+
+def test_an_older_router_and_data_parallel_ranks_are_understood() -> None:
+    urls = {"urls": ["http://a:1@0", "http://a:1@1", "http://b:2"]}
+    with server({"/list_workers": as_json(urls)}) as router:
+        assert discover(router) == [Found("http://a:1"), Found("http://b:2")]
+
+
+@pytest.mark.parametrize("answer", [None, [], {"workers": 3}, {"other": 1}, {"workers": [{"no": "url"}]}])
+def test_a_router_that_says_nothing_useful_is_named(answer: object) -> None:
+    with server({"/workers": as_json(answer)}) as router, pytest.raises(EngineError, match=router):
+        discover(router)
+
+
+def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from stateferry.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, "top", *arguments], capture_output=True, text=True)
+
+
+def test_once_prints_a_plain_table_of_what_the_router_has() -> None:
+    with server(engine("prefill.txt")) as prefill, server(engine("decode_after.txt")) as decode:
+        workers = {
+            "workers": [{"url": decode, "worker_type": "decode"}, {"url": prefill, "worker_type": "prefill"}]
+        }
+        with server({"/workers": as_json(workers)}) as router:
+            result = top("--router", router, "--once", "http://127.0.0.1:1")
+    assert result.returncode == 0, result.stderr
+    for words in ("prefill", "decode", "5 received", "1 failed", "deadline", "late", "No answer", "1 ready"):
+        assert words in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_json_is_one_object_for_each_look() -> None:
+    with server(engine("decode_after.txt")) as decode:
+        result = top(decode, "--once", "--json")
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    look = json.loads(line)
+    (found,) = look["engines"]
+    assert found["handoffs"] == {"received": 5, "failed": 1, "abandoned": 0}
+    assert found["failed"][0]["labels"]["request"] == "late"
+    assert look["silent"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), 2, "which engines?"),
+        (("decode:8200", "--once"), 2, "no URL of an engine"),
+        (("http://127.0.0.1:1", "--once"), 3, "no engine answered"),
+        (("--router", "http://127.0.0.1:1", "--once"), 3, "does not say which engines"),
+    ],
+)
+def test_what_cannot_be_watched_is_said(arguments: tuple[str, ...], code: int, says: str) -> None:
+    result = top(*arguments)
+    assert result.returncode == code
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
