@@ -71,6 +71,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     read_retries: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
     """How often a read that failed is tried again, within `transfer_timeout_s` and the lease, before its
     request fails; the last time over a fresh connection."""
+    slow_handoff_s: Seconds = 1.0
+    """A hand-off that takes longer, from vLLM's load order to its end, is logged at INFO, others at DEBUG."""
     verify: Verify = Verify.OFF
     """Compare digests of what arrived: nothing, recurrent state, or everything."""
     nixl_backends: tuple[str, ...] = ("UCX",)

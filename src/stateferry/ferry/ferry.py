@@ -18,6 +18,7 @@ from stateferry.config import Config
 from stateferry.errors import ConfigError
 from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.guard import Guard
+from stateferry.ferry.handoff_log import HandoffLog
 from stateferry.ferry.keys import ControlKey, control_key, is_loopback, numeric
 from stateferry.ferry.link import LinkState
 from stateferry.ferry.memory import LocalMemory
@@ -81,6 +82,7 @@ class Ferry:
         self._start_error: Exception | None = None
         self._address: RankAddress | None = None
         self._outbox = Outbox()
+        self._log = HandoffLog(setup.clock, setup.config.slow_handoff_s)
         self._defect = ""
         """Why this ferry takes no more orders, although nobody stopped it."""
         self._quick_polls = 0
@@ -325,6 +327,7 @@ class Ferry:
         consumer.advance()
         consumer.tick()
         producer.tick()
+        self._log.tick()
         self._publish(producer, consumer)
 
     def _wait_ms(self, producer: ProducerService, consumer: ConsumerService) -> int:
@@ -364,6 +367,7 @@ class Ferry:
         if not (sent or ended or lost):
             self._count_open(producer, consumer)
             return
+        self._log.ended(e.report for e in ended)
         self._outbox.put(sent, ended, lost, producer.take_kept())
         # After the results: whoever sees that all is over can also take how it ended.
         self._count_open(producer, consumer)

@@ -1,14 +1,11 @@
 """What the ferry thread has to say to vLLM, until somebody takes it."""
 
-import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stateferry.ids import RequestId, shown
+from stateferry.ids import RequestId
 from stateferry.session import Kept, Outcome, Report, Results
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,10 +32,8 @@ class Outbox:
         lost: Iterable[RequestId],
         kept: Iterable[Kept] = (),
     ) -> None:
-        """Add what happened, and log how hand-offs ended."""
+        """Add what happened."""
         with_blocks = [e.report for e in ended if e.had_blocks]
-        for e in ended:
-            _log(e.report)
         self.add(
             Results(
                 sent=frozenset(sent),
@@ -66,24 +61,3 @@ class Outbox:
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to take."""
         return self._news.wait(timeout_s)
-
-
-def _log(report: Report) -> None:
-    """One line per hand-off: loud when it failed."""
-    level = logging.WARNING if report.outcome is Outcome.FAILED else logging.DEBUG
-    logger.log(
-        level,
-        "hand-off %s request=%s transfer=%s tokens=%d bytes=%s pieces=%d waited_ms=%.1f post_ms=%.1f "
-        "wire_ms=%.1f total_ms=%.1f reason=%s",
-        report.outcome.value,
-        report.request_id,
-        shown(report.transfer_id),
-        report.tokens,
-        report.bytes_by_group,
-        report.pieces,
-        report.waited_s * 1e3,
-        report.post_s * 1e3,
-        report.wire_s * 1e3,
-        report.total_s * 1e3,
-        report.reason or "-",
-    )

@@ -68,10 +68,10 @@ class Part:
         elif step is Next.GIVE_UP:
             self._give_up(why)
         elif step is Next.REPOST:
-            logger.info("read of producer rank %d failed and is posted again: %s", self.rank, why)
+            logger.debug("read of producer rank %d failed and is posted again: %s", self.rank, why)
             return True
         elif link is not None:
-            logger.info("read of producer rank %d failed; over a fresh connection: %s", self.rank, why)
+            logger.debug("read of producer rank %d failed; over a fresh connection: %s", self.rank, why)
             self.waits = True
             if link.connections == self.connection:
                 greet_again(link)

@@ -11,6 +11,7 @@ import zmq
 
 from stateferry.errors import StateFerryError
 from stateferry.ferry.memory import LocalMemory
+from stateferry.ferry.peer_log import PeerLog
 from stateferry.ferry.quiet import LogLimit
 from stateferry.ids import Epoch, RequestId, shown
 from stateferry.layout.digest import bytes_digest
@@ -61,6 +62,7 @@ class ProducerService:
         self.ledger = Ledger(layout.epoch, layout.tp_size, lease_s)
         self.tally = Tally()
         self._refusals = LogLimit()
+        self._deserters = PeerLog()
         self._socket = socket
         self._clock = clock
         self._layout = layout
@@ -88,15 +90,22 @@ class ProducerService:
 
     def tick(self) -> None:
         """End what nobody renewed."""
-        ended, answers = self.ledger.expire(self._clock.now_s())
+        now_s = self._clock.now_s()
+        ended, answers = self.ledger.expire(now_s)
         for holding in ended:
-            logger.warning(
-                "lease of transfer %s (request %s, claimed by %s) ended: blocks go back without a release. "
-                "Consumer gone, or lease_s too short for its queue",
-                shown(holding.grant.transfer_id),
-                holding.grant.request_id,
-                holding.claimant or "nobody",
-            )
+            # A claimant is an engine and its request.
+            peer = holding.claimant.partition("/")[0] or "nobody"
+            kind = "deserted" if holding.claimant else "unclaimed"
+            if self._deserters.may_show(peer, kind, holding.grant.request_id, now_s):
+                logger.warning(
+                    "lease of transfer %s (request %s, claimed by %s) ended: blocks go back without a "
+                    "release. Consumer gone, or lease_s too short for its queue",
+                    shown(holding.grant.transfer_id),
+                    holding.grant.request_id,
+                    holding.claimant or "nobody",
+                )
+        for line in self._deserters.summaries(now_s):
+            logger.warning("leases end without a release: %s", line)
         for sender, answer in answers:
             self._send(sender, answer)
 
