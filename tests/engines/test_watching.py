@@ -1,4 +1,4 @@
-"""What somebody sees who watches the shared pair: `/metrics`, `stateferry top`, and one trace of a request."""
+"""What somebody sees who watches the shared pair: `/metrics`, `stateferry top`, and one trace a request."""
 
 import json
 import re
