@@ -15,7 +15,7 @@ bytes. Made by `python tools/metrics_table.py > docs/metrics.md`.
 """
 TAIL = """
 Every series has vLLM's labels, too: `model_name`, and `engine`, the number of the data-parallel engine. A
-series that never happened is there as 0.
+series that never happened is there as 0. `stateferry top` shows the most telling ones.
 
 ## What is added up, and where
 
@@ -31,9 +31,9 @@ series that never happened is there as 0.
 ## Which request was that
 
 Counters and histograms say how many, not which. `stateferry_failures_total` and `stateferry_handoff_seconds`
-carry OpenMetrics exemplars for that: the request's id, and the start of the reason or the id of its trace.
-vLLM answers `/metrics` in the plain format, without them; it gives them at `/metrics/`, with the slash, to
-those that ask for OpenMetrics:
+carry OpenMetrics exemplars for that: the request's id, and the start of the reason or the id of its trace
+([tracing](tracing.md)). vLLM answers `/metrics` in the plain format, without them; it gives them at
+`/metrics/`, with the slash, to those that ask for OpenMetrics:
 
 ```
 curl -H 'Accept: application/openmetrics-text' http://127.0.0.1:8200/metrics/

@@ -13,7 +13,7 @@ from stateferry.ferry.link import LinkState
 from stateferry.layout import fingerprint
 from stateferry.layout.spec import GroupKind
 from stateferry.session import Cause, Outcome
-from stateferry.telemetry import METRICS, OTHER_FIELD, MetricKind, Tally, exemplar_of, refusal_label
+from stateferry.telemetry import METRICS, OTHER_FIELD, SPANS, MetricKind, Tally, exemplar_of, refusal_label
 from stateferry.telemetry.names import EXEMPLAR_ROOM
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,12 @@ def test_the_page_of_metrics_is_what_the_code_says() -> None:
     assert page == made.stdout
     for metric in METRICS.values():
         assert page.count(f"| `{metric.series}` | {metric.kind.value} |") == 1
+
+
+def test_the_page_of_spans_is_what_the_code_says() -> None:
+    page = (ROOT / "docs" / "tracing.md").read_text()
+    rows = dict(re.findall(r"^\| `(stateferry\.\w+)` \| (.+) \|$", page, re.MULTILINE))
+    assert rows == SPANS
 
 
 def test_every_query_of_the_page_names_metrics_that_exist() -> None:
