@@ -24,15 +24,16 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "ferry": frozenset(
         {"config", "errors", "ids", "layout", "session", "telemetry", "transport.base", "wire"}
     ),
+    "moriio": frozenset({"config", "errors", "layout.spec", "wire"}),
     "vllm": frozenset(
-        {"config", "errors", "ferry", "ids", "layout", "session", "telemetry", "transport", "wire"}
+        {"config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry", "transport", "wire"}
         # What `testing: true` asks for: damage on purpose.
         | {"testing.mutants"}
     ),
     "models": frozenset({"errors"}),
     "stack": frozenset({"errors"}),
     "testing": frozenset(
-        {"config", "errors", "ferry", "ids", "layout", "session", "telemetry", "transport", "wire"}
+        {"config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry", "transport", "wire"}
         # Tables without vLLM: made-up caches are described by what describes real ones.
         | {"vllm.kv_tables"}
     ),

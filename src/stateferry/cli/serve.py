@@ -14,6 +14,7 @@ import typer
 from stateferry.config import parse_config
 from stateferry.errors import ConfigError, EngineError
 from stateferry.ferry.keys import control_key
+from stateferry.moriio import read_settings, speaks_moriio
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
 
 serve_app = typer.Typer(
@@ -159,7 +160,11 @@ def _settings(
         if key in extra:
             raise ConfigError(f"--set {text!r}: {key!r} is given twice")
         extra[key] = _value(value)
-    config = parse_config(extra)
+    config = (
+        read_settings(extra, default_host="127.0.0.1", environ=os.environ)[0]
+        if speaks_moriio(extra)
+        else parse_config(extra)
+    )
     control_key(config, config.bind_host or config.host)
     return extra
 

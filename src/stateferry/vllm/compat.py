@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.utils.network_utils import get_ip
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -33,6 +34,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "RequestStatus",
     "SupportsHMA",
+    "get_ip",
     "is_tested",
     "vllm_version",
 ]

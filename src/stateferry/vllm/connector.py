@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from stateferry.config import parse_config
 from stateferry.ids import EngineId
 from stateferry.vllm.compat import (
     CacheHitSource,
@@ -21,6 +20,7 @@ from stateferry.vllm.description import SelfDescription
 from stateferry.vllm.guard import guarded
 from stateferry.vllm.kv_cache import outline
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
+from stateferry.vllm.moriio import read_config
 from stateferry.vllm.scheduler import Finished, SchedulerHalf
 from stateferry.vllm.stats import StateFerryPromMetrics, StateFerryStats
 from stateferry.vllm.worker import WorkerHalf
@@ -40,20 +40,22 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = self._kv_transfer_config
-        config = parse_config(transfer.kv_connector_extra_config)
+        config, self._dropin = read_config(vllm_config)
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._description = SelfDescription()
         if role is KVConnectorRole.SCHEDULER:
+            groups = outline(kv_cache_config, vllm_config)
             self._scheduler = SchedulerHalf(
                 config,
                 engine_id,
-                outline(kv_cache_config, vllm_config),
+                groups,
                 kv_cache_config.hash_block_size,
                 tp_size=vllm_config.parallel_config.tensor_parallel_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                dialect=self._dropin.dialect(groups) if self._dropin is not None else None,
             )
             _advise(transfer)
         else:
@@ -63,6 +65,8 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End this process's half."""
+        if self._dropin is not None:
+            self._dropin.stop()
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -79,6 +83,8 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.set_ranks([m.address for m in found])
             self._description.learn(found)
+            if self._dropin is not None:
+                self._dropin.register()
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:

@@ -24,7 +24,7 @@ from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadat
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
 from stateferry.vllm.spans import Spans, trace_of
 from stateferry.vllm.stats import StateFerryStats, record_handoff
-from stateferry.wire import Offer, RankAddress, is_decode_leg, is_prefill_leg, offer_to_params, parse_offer
+from stateferry.wire import Dialect, Offer, OwnDialect, RankAddress, is_decode_leg, is_prefill_leg
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class SchedulerHalf:
         tp_size: int = 1,
         produces: bool,
         consumes: bool,
+        dialect: Dialect | None = None,
     ) -> None:
         self._config = config
         self._engine_id = engine_id
@@ -67,6 +68,7 @@ class SchedulerHalf:
         self._hash_block_tokens = hash_block_tokens
         self._produces = produces
         self._consumes = consumes
+        self._dialect: Dialect = OwnDialect() if dialect is None else dialect
         self._cuts = any(g.kind is not GroupKind.ATTENTION and g.transfers for g in groups)
         """Whether prefill legs are cut to N-1 tokens: neither a recurrent state nor the front of a sliding
         window, whose blocks vLLM frees as it moves on, can be wound back by a token."""
@@ -131,7 +133,7 @@ class SchedulerHalf:
 
     def _open(self, request: Any, params: dict[str, Any]) -> None:
         try:
-            offer = parse_offer(params)
+            offer = self._dialect.read(params, request.request_id)
             self._check_offer(request, offer)
         except (ProtocolError, LayoutError) as e:
             self._stats.add("stateferry_refused_offers", 1, "consumer")
@@ -307,11 +309,7 @@ class SchedulerHalf:
         except LayoutError as e:
             self._stats.add("stateferry_refused_offers", 1, "producer")
             logger.info("request=%s is not offered: %s", request.request_id, e)
-            return False, {
-                "do_remote_prefill": False,
-                "do_remote_decode": False,
-                OURS: {"not_offered": str(e)},
-            }
+            return False, self._dialect.refuse(str(e), request.kv_transfer_params)
         offer = Offer(
             transfer_id=new_transfer_id(),
             engine_id=self._engine_id,
@@ -335,7 +333,7 @@ class SchedulerHalf:
                 trace_of(request),
             )
         )
-        return True, offer_to_params(offer)
+        return True, self._dialect.write(offer, request.kv_transfer_params)
 
     def _received(self, claimable: Claimable) -> dict[str, Any]:
         """What a decode leg's response says of its hand-off, summed over ranks."""

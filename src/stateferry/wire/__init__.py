@@ -8,6 +8,7 @@ from stateferry.wire.description import (
     is_describe,
     parse_description,
 )
+from stateferry.wire.dialect import Dialect, OwnDialect
 from stateferry.wire.messages import (
     MAX_TEXT,
     PROTOCOL_VERSION,
@@ -43,11 +44,13 @@ __all__ = [
     "ClaimAnswer",
     "Claimed",
     "Description",
+    "Dialect",
     "DigestAnswer",
     "DigestRequest",
     "Hello",
     "Message",
     "Offer",
+    "OwnDialect",
     "RankAddress",
     "Refusal",
     "Release",

@@ -1,0 +1,45 @@
+"""How an offer is written into `kv_transfer_params` and read from them: ours, and room for another's."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from stateferry.wire.params import Offer, offer_to_params, parse_offer
+
+
+class Dialect(Protocol):
+    """One way to say it. Both engines and the router between them must speak the same."""
+
+    def write(self, offer: Offer, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What a prefill leg's response carries; `asked` is what the router sent with that leg."""
+        ...
+
+    def refuse(self, reason: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What it carries when there is no offer."""
+        ...
+
+    def read(self, params: Mapping[str, Any], request_id: str) -> Offer:
+        """The offer in a decode leg's dictionary. Anybody may have written it, and the request's id, too.
+
+        Raises ProtocolError and nothing else.
+        """
+        ...
+
+
+class OwnDialect:
+    """Everything of ours under one key; the router carries the dictionary unchanged."""
+
+    def write(self, offer: Offer, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """See Dialect."""
+        return offer_to_params(offer)
+
+    def refuse(self, reason: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """See Dialect."""
+        return {
+            "do_remote_prefill": False,
+            "do_remote_decode": False,
+            "stateferry": {"not_offered": reason},
+        }
+
+    def read(self, params: Mapping[str, Any], request_id: str) -> Offer:
+        """See Dialect."""
+        return parse_offer(params)
