@@ -89,6 +89,7 @@ POINTS: list[Callable[[Pair, str], None]] = [
 def test_abort_on_the_consumer(
     point: Callable[[Pair, str], None], model: object, async_scheduling: bool
 ) -> None:
+    """F3.12: at every point from arrival on."""
     both = {"lease_s": LEASE_S, "async_scheduling": async_scheduling}
     with Pair(model, **both) as pair:
         params = pair.prefill(prompt_of(14))
@@ -111,6 +112,7 @@ def test_abort_on_the_consumer(
 
 
 def test_abort_in_the_queue_releases_the_producer_at_once() -> None:
+    """F3.12."""
     with Pair(HYBRID, lease_s=LEASE_S, consumer={"max_seqs": 1}) as pair:
         params = pair.prefill(prompt_of(14))
         first = pair.consumer.add(prompt_of(5), max_tokens=300).request_id

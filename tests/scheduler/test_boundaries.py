@@ -97,6 +97,7 @@ def sweep(model: CacheModel, hits: str, lengths: range | None = None, **settings
 @pytest.mark.parametrize("hits", HITS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_length(model: str, hits: str) -> None:
+    """F3.5, F3.6: at every border, with and without scratch slots and local hits."""
     if hits != "no hit" and not MODELS[model].caching:
         pytest.skip("vLLM has no prefix cache in this mode")
     sweep(MODELS[model], hits)

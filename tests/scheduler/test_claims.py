@@ -38,6 +38,7 @@ def loaded(pair: Pair, request_id: str) -> bool:
 
 @pytest.mark.parametrize("model", [HYBRID, HYBRID_UNCACHED, ATTENTION, WINDOW])
 def test_a_plain_request_computes_its_prompt_here(model: CacheModel) -> None:
+    """F3.5: W4."""
     with Pair(model) as pair:
         request_id = decode(pair, prompt_of(11), None)
         assert pair.consumer.computed_here(request_id) == 13

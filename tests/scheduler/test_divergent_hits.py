@@ -29,7 +29,7 @@ def drop_states(pair: Pair) -> None:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("length", range(10, 20))
 def test_attention_is_kept_and_the_state_is_loaded(length: int, async_scheduling: bool) -> None:
-    """8 tokens of attention are here; the rest, and h(N-1), come from the producer."""
+    """8 tokens of attention are here; the rest, and h(N-1), come from the producer. F3.14."""
     with Pair(HYBRID, consumer={"async_scheduling": async_scheduling}) as pair:
         prompt = prompt_of(length)
         pair.consumer.add(prompt[:9])
@@ -46,7 +46,10 @@ def test_attention_is_kept_and_the_state_is_loaded(length: int, async_scheduling
 
 @pytest.mark.parametrize("length", [9, 13, 17])
 def test_attention_of_the_whole_prefix_without_its_state(length: int) -> None:
-    """Nothing is left to load, and yet there is no state to go on from: vLLM takes a shorter hit."""
+    """Nothing is left to load, and yet there is no state to go on from: vLLM takes a shorter hit.
+
+    F3.7, F3.14: the state is read though attention needs nothing.
+    """
     with Pair(HYBRID) as pair:
         prompt = prompt_of(length)
         pair.consumer.add(prompt)

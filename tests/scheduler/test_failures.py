@@ -42,6 +42,7 @@ def neighbours(pair: Pair) -> dict[str, list[int]]:
 @pytest.mark.parametrize("model", [HYBRID, HYBRID_UNCACHED, ATTENTION], ids=["align", "none", "attention"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_failed_read_starts_over_here(model: CacheModel, async_scheduling: bool) -> None:
+    """F1.7, F3.11: the request is reported failed, with all its groups, and the engine lives."""
     with Pair(model, consumer={"async_scheduling": async_scheduling}) as pair:
         others = neighbours(pair)
         pair.consumer.tap.failing = TRIES
@@ -58,6 +59,7 @@ def test_a_failed_read_starts_over_here(model: CacheModel, async_scheduling: boo
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_failed_read_is_an_error_where_the_operator_wants_that(async_scheduling: bool) -> None:
+    """F1.7, F3.11: fails closed, for this request alone."""
     with Pair(HYBRID, policy="fail", consumer={"async_scheduling": async_scheduling}) as pair:
         others = neighbours(pair)
         pair.consumer.tap.failing = TRIES

@@ -169,6 +169,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_nothing_of_vllms_is_changed_behind_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3.8: nothing in the scheduler's output is edited."""
     changed = watched(monkeypatch)
     with Pair(HYBRID) as first:  # whatever is imported late, is imported now
         first.hand_off(prompt_of(14))

@@ -85,6 +85,7 @@ def hybrid_groups(tp_size: int = 1, scratch: int = 0) -> list[KVCacheGroupSpec]:
 
 
 def test_hybrid_model_is_one_region_with_a_group_per_table() -> None:
+    """F2.4, F2.9: one region a storage; every layer has a geometry of its own."""
     config = engine_config({"layers.3.attn": CPU})
     layout, memory, tensors = described(config, hybrid_groups(scratch=2))
     assert [g.kind for g in layout.groups] == [GroupKind.STATE] * 3 + [GroupKind.ATTENTION]
@@ -102,6 +103,7 @@ def test_hybrid_model_is_one_region_with_a_group_per_table() -> None:
 
 
 def test_layer_views_receive_exactly_the_producers_values() -> None:
+    """F2.2: what vLLM's own views read is what was sent, without a copy on the way."""
     config = engine_config({"layers.3.attn": CPU})
     ours, our_memory, our_tensors = described(config, hybrid_groups())
     theirs, their_memory, their_tensors = described(config, hybrid_groups())
@@ -127,6 +129,7 @@ def test_layer_views_receive_exactly_the_producers_values() -> None:
 
 @pytest.mark.parametrize("name", [layout.name for layout in KVCacheLayout])
 def test_every_cache_layout_gives_each_layer_its_own_bytes(name: str) -> None:
+    """F2.3."""
     spec = attention_spec(heads=2, tokens=4)
     groups = [KVCacheGroupSpec(["a", "b"], spec)]
     config = engine_config({"a": FLASH, "b": FLASH}, layout=name)
@@ -258,6 +261,7 @@ def test_shared_cache_is_moved_once() -> None:
 
 
 def test_group_kept_out_of_transfer_keeps_its_place() -> None:
+    """F3.1."""
     groups = hybrid_groups()
     groups[1].enable_kv_transfer = False
     config = engine_config({"layers.3.attn": CPU})
@@ -345,6 +349,7 @@ def test_replicated_state_has_no_axis() -> None:
     ],
 )
 def test_what_is_not_known_is_refused_by_name(spec: Any, word: str) -> None:
+    """F3.13: a spec other than full attention, sliding window and the known recurrent ones."""
     with pytest.raises(LayoutError, match=rf"layer 'a'.*{word}|{word}"):
         described(engine_config({"a": CPU}), [KVCacheGroupSpec(["a"], spec)])
 
@@ -358,6 +363,7 @@ def test_what_is_not_known_is_refused_by_name(spec: Any, word: str) -> None:
     ],
 )
 def test_what_is_not_built_is_refused_by_its_flag(change: dict[str, Any], flag: str) -> None:
+    """F3.13."""
     with pytest.raises(LayoutError, match=flag):
         described(engine_config({"a": CPU}, **change), [KVCacheGroupSpec(["a"], attention_spec())])
 

@@ -226,7 +226,10 @@ def test_states_that_are_dropped_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_description_of_the_other_convolution_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot pass unseen: the channels of the whole model come out different at another size."""
+    """It cannot pass unseen: the channels of the whole model come out different at another size.
+
+    F3.13: the convolution layout may be either, on both engines the same.
+    """
     monkeypatch.setattr(kv_tensors, "is_conv_state_dim_first", lambda: True)
     with pytest.raises(LayoutMismatch, match=r"conv\.parts"):
         Engines(STATES["short convolution"]).wrong(2, 1)

@@ -28,6 +28,7 @@ def finished(pair: Pair, request_id: str) -> Any:
 
 @pytest.mark.parametrize("model", [HYBRID, HYBRID_UNCACHED, WINDOW], ids=["align", "none", "window"])
 def test_prefill_stops_before_the_last_token(model: Any) -> None:
+    """F3.4."""
     with Pair(model) as pair:
         request = pair.producer.add(prompt_of(11), params=DECODE)
         assert request.num_prompt_tokens == len(request.prompt_token_ids) == request.num_tokens == 10
@@ -54,13 +55,14 @@ def test_window_model_is_offered_at_every_length(length: int) -> None:
 @pytest.mark.parametrize("model", [HYBRID, ATTENTION], ids=["align", "attention"])
 @pytest.mark.parametrize("length", range(2, 11))
 def test_same_prompt_twice_in_a_row(length: int, model: Any) -> None:
-    """After a full prefix hit there must still be a token to schedule, or vLLM asserts."""
+    """After a full prefix hit there must still be a token to schedule, or vLLM asserts. F3.4."""
     with Pair(model) as pair:
         for _ in range(3):
             pair.prefill(prompt_of(length))
 
 
 def test_a_prompt_of_one_token_is_not_offered_and_keeps_nothing() -> None:
+    """F3.4."""
     with Pair(HYBRID) as pair:
         params = pair.prefill([7])
         assert params["do_remote_prefill"] is False
@@ -169,6 +171,7 @@ def test_only_what_the_response_can_carry_is_kept(request_id: str, offered: bool
 
 
 def test_prompt_log_probabilities_are_computed_for_the_whole_prompt() -> None:
+    """F3.7: nothing external, nothing read, the producer released."""
     with Pair(HYBRID) as pair:
         params = pair.prefill(prompt_of(10), prompt_logprobs=1)
         assert not params["do_remote_prefill"]
@@ -182,7 +185,7 @@ def test_prompt_log_probabilities_are_computed_for_the_whole_prompt() -> None:
 
 
 def test_a_preempted_prefill_is_cut_once() -> None:
-    """Two prompts that do not fit together: one is thrown out, and comes back with the same length."""
+    """Two prompts that do not fit together: one is thrown out, and comes back with the same length. F3.4."""
     with Pair(HYBRID, producer={"blocks": 24, "max_batched_tokens": 8, "max_seqs": 8}) as pair:
         ids = [pair.producer.add(prompt_of(40, seed), params=DECODE).request_id for seed in range(2)]
         requests = [pair.producer.scheduler.requests[i] for i in ids]
@@ -299,6 +302,7 @@ def test_a_streamed_prompt_loses_no_token_in_its_middle() -> None:
 
 
 def test_a_prompt_of_embeddings_is_not_cut_and_not_offered() -> None:
+    """F3.4, otherwise."""
     with Pair(HYBRID) as pair:
         request = pair.producer.add(prompt_of(9))
         request.prompt_embeds = object()

@@ -38,6 +38,7 @@ def assert_arrived(producer: EngineRank, consumer: EngineRank) -> None:
 
 
 def test_bytes_arrive_and_blocks_come_back(pair: tuple[EngineRank, EngineRank]) -> None:
+    """F1.8."""
     producer, consumer = pair
     before = consumer.memory.bytes.copy()
     results = consumer.read("r", producer.grant(40, TABLES), LOCAL)

@@ -34,6 +34,7 @@ def parts(axis: Axis) -> list[tuple[str, int]]:
 
 
 def test_mamba1_splits_channels_of_both_states() -> None:
+    """F2.7."""
     conv, ssm = state_axes("MAMBA1", False, shapes((8, 3), (8, 16)))
     assert (conv.dim, parts(conv)) == (0, [("x", 16)])
     assert (ssm.dim, parts(ssm)) == (0, [("channels", 16)])
@@ -41,6 +42,7 @@ def test_mamba1_splits_channels_of_both_states() -> None:
 
 @pytest.mark.parametrize("dim_first", [True, False])
 def test_gated_delta_net_is_q_k_v(dim_first: bool) -> None:
+    """F2.7."""
     window = (64, 3) if dim_first else (3, 64)
     conv, matrix = state_axes("GDN_ATTN", False, shapes(window, (4, 8, 16), dim_first=dim_first))
     assert conv.dim == (0 if dim_first else 1)
@@ -69,6 +71,7 @@ def test_kda_may_come_as_four_tensors_or_with_records() -> None:
     ],
 )
 def test_mamba2_groups(tp: int, local_groups: int, configured: int | None, expected: int | None) -> None:
+    """F2.7."""
     conv_channels = 4 * 8 + 2 * local_groups * 16
     conv, ssm = state_axes("MAMBA2", False, shapes((conv_channels, 3), (4, 8, 16), tp=tp, groups=configured))
     assert parts(ssm) == [("heads", 4 * tp)]

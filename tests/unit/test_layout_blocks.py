@@ -140,6 +140,7 @@ def test_window_needs_what_the_next_token_sees(
 
 @pytest.mark.parametrize(("total", "expected"), [(0, []), (1, [0]), (4, [0]), (5, [1]), (8, [1]), (9, [2])])
 def test_state_is_the_column_of_the_last_token(total: int, expected: list[int]) -> None:
+    """F3.3: W3, at a block border."""
     for local in (0, total):
         assert list(needed_blocks(group(GroupKind.STATE), local, total)) == expected
 
@@ -150,7 +151,7 @@ def test_more_held_than_there_is_is_a_bug_of_the_caller() -> None:
 
 
 def test_pairs_by_position_and_not_by_list_length() -> None:
-    """The producer's list starts at position 2; its last block does not pair with our last."""
+    """The producer's list starts at position 2; its last block does not pair with our last. F3.6."""
     ours, theirs = pair(group(GroupKind.ATTENTION), range(2, 4), [11, 12, 13, 14], [23, 24, 25], 2)
     assert ours.tolist() == [13, 14]
     assert theirs.tolist() == [23, 24]
@@ -158,6 +159,7 @@ def test_pairs_by_position_and_not_by_list_length() -> None:
 
 
 def test_state_pairs_its_column_among_null_blocks_and_scratch_slots() -> None:
+    """F3.3."""
     positions = needed_blocks(group(GroupKind.STATE), 0, 8)
     ours, theirs = pair(group(GroupKind.STATE), positions, [0, 31, 40, 41], [0, 18, 50, 51], 0)
     assert (ours.tolist(), theirs.tolist()) == ([31], [18])
@@ -174,6 +176,7 @@ def test_state_pairs_its_column_among_null_blocks_and_scratch_slots() -> None:
     ],
 )
 def test_a_missing_block_is_named(local: list[int], remote: list[int], first: int, text: str) -> None:
+    """F3.6."""
     with pytest.raises(LayoutError, match=rf"attention group of model\.layers\.7: {text}"):
         pair(group(GroupKind.ATTENTION), range(1, 3), local, remote, first)
 

@@ -55,6 +55,7 @@ def test_a_gdn_page_is_not_cut_into_equal_stretches(ours: int, theirs: int, dim_
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 @pytest.mark.parametrize("name", ["four tensors", "records of KDA", "ring of Mamba 2"])
 def test_states_beyond_the_second_are_not_dropped(name: str, ours: int, theirs: int) -> None:
+    """F3.13, otherwise."""
     layer = {
         "four tensors": gated_delta(8, 8, 4, 4, 3, False, (2, 4), apart=True),
         "records of KDA": gated_delta(8, 8, 4, 4, 5, False, (2, 4), record=3),
@@ -95,6 +96,7 @@ def test_mamba2_convolution_is_not_read_past_its_end_with_fewer_groups_than_rank
     ids=["short convolution", "linear attention"],
 )
 def test_layers_of_one_state_are_not_refused(layer: Layer, ours: int, theirs: int) -> None:
+    """F3.13, otherwise."""
     assert_arrives(handover(layer, ours, theirs))
 
 
@@ -112,13 +114,17 @@ def test_layers_of_one_state_are_not_refused(layer: Layer, ours: int, theirs: in
     ids=["mamba 1", "mamba 2", "gdn", "kda", "short convolution", "linear attention", "on every rank"],
 )
 def test_recurrent_state_is_not_refused_between_unequal_ranks(layer: Layer) -> None:
+    """F2.5, F3.13, otherwise."""
     for ours in (1, 2, 4, 8):
         for theirs in (1, 2, 4, 8):
             assert_arrives(handover(layer, ours, theirs))
 
 
 def test_a_hybrid_is_not_limited_to_one_recurrent_spec_or_one_attention_group() -> None:
-    """Layers of two recurrent kinds, two attention groups and a window beside each other."""
+    """Layers of two recurrent kinds, two attention groups and a window beside each other.
+
+    F3.13, otherwise.
+    """
     groups = (
         Layers((gated_delta(8, 8, 2, 2, 3, False, (2, 4)),) * 2),
         Layers((short_convolution(16, 2, False, 2),)),

@@ -46,6 +46,7 @@ def test_garbage_is_a_protocol_error() -> None:
 
 
 def test_a_peer_cannot_name_bytes_outside_its_regions() -> None:
+    """F2.3, F2.4: a slot that ends past its storage is refused."""
     wrong = msgspec.structs.replace(layout(), region_sizes_bytes=(10,))
     with pytest.raises(ProtocolError, match=r"contradicts itself.*ends at byte"):
         decode_layout(msgspec.msgpack.encode(wrong))

@@ -24,6 +24,7 @@ from stateferry.testing.proof import Handover
     ],
 )
 def test_groups_and_pages(model: Kimi, sizes: list[int], tokens: int, page_bytes: int) -> None:
+    """F3.15: 20 and 69 recurrent layers."""
     packed = model.packed(sizes)
     assert [group.kind for group in packed.groups] == [GroupKind.STATE] * 3 + [GroupKind.ATTENTION]
     assert sum(len(group.layers) for group in packed.groups[:3]) == model.recurrent_layers
@@ -38,6 +39,7 @@ def test_groups_and_pages(model: Kimi, sizes: list[int], tokens: int, page_bytes
     [(8, 8, True), (4, 8, True), (4, 8, False), (8, 4, True), (8, 4, False), (1, 8, False)],
 )
 def test_kimi_linear_arrives_byte_for_byte(ours: int, theirs: int, block_outermost: bool) -> None:
+    """F3.15."""
     model = KIMI_LINEAR.packed([ours, theirs], conv_dim_first=block_outermost)
     for group in range(4):
         case = Handover(
@@ -55,7 +57,10 @@ def test_kimi_linear_arrives_byte_for_byte(ours: int, theirs: int, block_outermo
 
 
 def test_kimi_k3_with_context_parallel_ranks_arrives_byte_for_byte() -> None:
-    """TP 8 with DCP 8: each rank has other tokens of an attention block, and its own heads of a state."""
+    """TP 8 with DCP 8: each rank has other tokens of an attention block, and its own heads of a state.
+
+    F3.15.
+    """
     model = KIMI_K3.packed([8], dcp_ranks=8)
     assert model.groups[3].block_tokens == 8 * 768
     for group in range(4):

@@ -44,6 +44,7 @@ def test_unmerged_strips_belong_to_one_tensor_each() -> None:
 
 
 def test_pieces_come_strip_by_strip_then_block_by_block() -> None:
+    """F2.6."""
     layout = HYBRID.layout(0, 1)
     pieces = make_plan(layout, HYBRID.layout(0, 1, blocks=9), merge=False).pieces(0, [4, 0, 1], [2, 8, 3])
     assert pieces.local_offsets.tolist()[:6] == [4 * 38, 0, 38, 4 * 38 + 6, 6, 38 + 6]
@@ -119,12 +120,14 @@ def test_runs_of_blocks_are_one_piece_where_the_strip_fills_its_block() -> None:
 def test_wrong_block_ids_are_a_bug_of_the_caller(
     method: str, local: list[int], remote: list[int], text: str
 ) -> None:
+    """F2.6."""
     plan = make_plan(HYBRID.layout(0, 1), HYBRID.layout(0, 1, blocks=9))
     with pytest.raises(ValueError, match=text):
         getattr(plan, method)(0, local, remote)
 
 
 def test_no_blocks_no_pieces() -> None:
+    """F2.6."""
     plan = make_plan(HYBRID.layout(0, 1), HYBRID.layout(0, 1))
     assert len(plan.pieces(0, [], [])) == len(plan.merged_pieces(0, [], [])) == 0
 

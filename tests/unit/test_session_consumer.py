@@ -53,6 +53,7 @@ def loading(ranks: int = 1, claimed: bool = True) -> Handoff:
 
 
 def test_received_needs_bytes_claim_digests_and_lease() -> None:
+    """F1.8, F3.10: every byte of every group, convolution and matrix alike."""
     assert loading().settle(101.0, DONE, verified=True) is Outcome.RECEIVED
     assert loading().settle(101.0, MOVING, verified=True) is None
     assert loading().settle(101.0, DONE, verified=False) is None

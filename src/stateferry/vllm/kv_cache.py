@@ -21,6 +21,7 @@ from stateferry.errors import LayoutError
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.shard import check_layout
 from stateferry.layout.spec import CacheLayout, Group, GroupKind
+from stateferry.vllm.gates import refuse_together
 from stateferry.vllm.kv_facts import collect_facts
 from stateferry.vllm.kv_tensors import Engine, RegionMemory, Regions, describe_layer
 
@@ -62,6 +63,7 @@ def describe(
         _group(f"group {index}", group, kv_caches, own_storage, engine)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
+    refuse_together(groups, vllm_config)
     layout = CacheLayout(
         engine_id=engine_id,
         epoch=epoch,
@@ -86,10 +88,12 @@ def outline(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[Gr
     """
     refuse_unproven(vllm_config)
     own_storage = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
-    return tuple(
+    groups = tuple(
         _group_table(f"group {index}", group, own_storage, vllm_config)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
+    refuse_together(groups, vllm_config)
+    return groups
 
 
 def refuse_unproven(config: VllmConfig) -> None:

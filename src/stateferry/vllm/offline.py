@@ -25,6 +25,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from stateferry.errors import ConfigError, LayoutError, StateFerryError
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.spec import CacheLayout
+from stateferry.vllm.gates import LAYERLESS_DRAFTS
 from stateferry.vllm.kv_cache import describe, layer_spec, refuse_unproven
 from stateferry.vllm.offline_config import arguments_of_file, kept_environment, make_config, short_reason
 from stateferry.vllm.offline_ranks import stand_in_ranks
@@ -35,8 +36,6 @@ NO_EPOCH = Epoch(1)
 """Epoch of an engine that never ran."""
 _PLENTY_BYTES = 1 << 60
 """So that vLLM's check for room never fails: no memory is taken."""
-_LAYERLESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})
-"""Ways to speculate that bring no layers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def _shapes(cache: KVCacheConfig, name: str, tensor: torch.Tensor) -> tuple[tupl
 
 def _refuse_drafts(config: VllmConfig) -> None:
     speculative = config.speculative_config
-    if speculative is not None and speculative.method not in _LAYERLESS_DRAFTS:
+    if speculative is not None and speculative.method not in LAYERLESS_DRAFTS:
         raise LayoutError(
             f"speculative decoding with {speculative.method!r} adds layers that only a started engine has: "
             "ask one with `stateferry doctor --prefill-url`, or leave --speculative-config out"
