@@ -127,6 +127,19 @@ def test_params_that_say_nothing_are_computed_here(damage: dict[str, Any]) -> No
         pair.check_idle()
 
 
+@pytest.mark.parametrize("speaks", ["producer", "consumer"])
+def test_where_one_engine_alone_has_moriios_settings_nothing_is_mixed_up(speaks: str) -> None:
+    """Tables in the other order never pass for those of other groups: the prompt is computed here."""
+    with Pair(HYBRID, lease_s=0.3, **{speaks: moriio()}) as pair:
+        prompt = prompt_of(10)
+        params = prefill(pair, prompt, "r")
+        pair.consumer.add(prompt, params=params, request_id="r", max_tokens=3)
+        pair.run()
+        assert pair.consumer.computed_here("r") >= 10
+        assert pair.consumer.finished["r"].tokens == answer(prompt, 3)
+        pair.check_idle()
+
+
 def test_the_router_hears_of_an_engine_once_its_workers_have_addresses() -> None:
     """One place in an engine registers: the half that all of its ranks report to."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

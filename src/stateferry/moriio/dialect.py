@@ -103,7 +103,12 @@ class MoriioDialect:
             raise ProtocolError(
                 f"remote_engine_id is {str(engine_id)[:100]!r}: the prefill leg made no offer"
             )
-        own, _, short = engine_id.partition(_SEPARATOR)
+        own, ours, short = engine_id.partition(_SEPARATOR)
+        if not ours:
+            raise ProtocolError(
+                f"remote_engine_id {own[:100]!r} is not that of a StateFerry engine with MoRIIO's settings: "
+                "both engines need them"
+            )
         params = {**params, "remote_engine_id": own}
         if "stateferry" not in params:
             params |= self._unfold(own, short, params.get("transfer_id"), request_id)
