@@ -91,6 +91,16 @@ def test_serve_decode_is_a_consumer_and_takes_every_setting() -> None:
     assert config["kv_connector_extra_config"] == extra
 
 
+def test_serve_takes_moriios_settings_and_refuses_what_they_cannot_be() -> None:
+    settings = ("--set", "read_mode=true", "--set", "http_port=8100", "--set", "handshake_port=6301")
+    _, config = served("prefill", "m", *settings)
+    extra = {"read_mode": True, "http_port": 8100, "handshake_port": 6301}
+    assert config["kv_connector_extra_config"] == extra
+    refused = run("serve", "prefill", "m", *settings[2:], "--dry-run")
+    assert refused.returncode == 2
+    assert "'read_mode'" in refused.stderr
+
+
 def test_other_arguments_go_to_vllm_unchanged() -> None:
     others = ["--port", "8100", "--max-model-len=512", "-tp", "2", "--hf-overrides", '{"a": [1]}']
     command, _ = served("prefill", "m", *others)
