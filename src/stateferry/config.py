@@ -27,7 +27,15 @@ class TransportName(enum.Enum):
     CMA = "cma"
     CUDAIPC = "cudaipc"
     FAULTS = "faults"
+    MORI = "mori"
     NIXL = "nixl"
+
+
+class MoriBackendName(enum.Enum):
+    """MoRI's back ends that can be asked for."""
+
+    RDMA = "rdma"
+    XGMI = "xgmi"
 
 
 class Auth(enum.Enum):
@@ -47,7 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     transport: TransportName = TransportName.AUTO
     """What moves bytes. `auto`: `cma` for CPU caches; for CUDA `cudaipc` where it reaches the peer, else
-    `nixl`. `faults` wraps one of them and needs `testing`."""
+    `nixl`; for ROCm `mori`. `faults` wraps one of them and needs `testing`."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
     """Address of this machine that peers dial. A name is looked up here, once."""
     bind_host: str = ""
@@ -77,6 +85,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Compare digests of what arrived: nothing, recurrent state, or everything."""
     nixl_backends: tuple[str, ...] = ("UCX",)
     """NIXL's back ends, in the order in which they are made."""
+    mori_backend: MoriBackendName = MoriBackendName.RDMA
+    """MoRI's back end: `rdma`, or `xgmi` between GPUs of one host."""
+    mori_qp_per_transfer: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """RDMA queue pairs that one request is spread over. Above 1, a request that found a full send queue is
+    followed by `mori_quiet_s` of waiting."""
+    mori_post_batch_size: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """RDMA work requests that MoRI posts at a time. -1: all of a request."""
+    mori_num_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Threads in which MoRI posts RDMA work requests."""
+    mori_num_streams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    """HIP streams of the `xgmi` back end."""
+    mori_num_events: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    """HIP events of the `xgmi` back end."""
+    mori_quiet_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    """How long after a failed request its bytes may still land, and its blocks are kept. 0: 40 s for `rdma`,
+    2 s for `xgmi`."""
     testing: bool = False
     """Let `kv_transfer_params` damage a hand-off on purpose and fill destination blocks with a
     pattern before reading (accuracy gate). Never in production."""

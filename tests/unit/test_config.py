@@ -43,6 +43,10 @@ def test_values_may_be_text_as_some_launchers_pass_them() -> None:
         ("host", 5),
         ("nixl_backends", "UCX"),
         ("transfer_timeout_s", None),
+        ("mori_backend", "tcp"),
+        ("mori_qp_per_transfer", 0),
+        ("mori_post_batch_size", -2),
+        ("mori_quiet_s", -1),
     ],
 )
 def test_a_bad_value_is_refused_with_its_key_and_itself(key: str, value: Any) -> None:

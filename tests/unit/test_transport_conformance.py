@@ -2,20 +2,33 @@
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from stateferry.testing.conformance import CHECKS
+from stateferry.testing.mori_rig import MoriRig
 from stateferry.testing.transport_rigs import MemoryRig, ProcessRig, Rig
 from stateferry.transport.faults import FaultsTransport
 from stateferry.transport.memory import MemoryTransport
+from stateferry.transport.mori_options import MoriBackend
+
+MORI: dict[str, dict[str, Any]] = {
+    "mori over rdma": {},
+    "mori over rdma, without wait_all, at once": {"wait_all": False, "looks": 0},
+    "mori over xgmi": {"backend": MoriBackend.XGMI},
+}
+"""Over a double of the library: it runs on AMD machines only."""
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
 
 @pytest.fixture(
     scope="module",
-    params=["memory", "cma", "faults", "faults over memory", pytest.param("nixl", marks=needs_nixl)],
+    params=[
+        *("memory", "cma", "faults", "faults over memory", *MORI),
+        pytest.param("nixl", marks=needs_nixl),
+    ],
     ids=lambda name: name,
 )
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
@@ -25,6 +38,11 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         "faults over memory": lambda: FaultsTransport(inner=MemoryTransport()),
     }
     made = in_process.get(request.param)
+    if request.param in MORI:
+        with MoriRig(**MORI[request.param]) as over_the_double:
+            yield over_the_double
+            assert over_the_double.world.defects == []
+        return
     with MemoryRig(made, request.param) if made is not None else ProcessRig(request.param) as rig:
         yield rig
 

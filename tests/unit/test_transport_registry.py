@@ -32,9 +32,15 @@ def test_auto_picks_and_a_name_is_kept(name: str, kind: MemoryKind, chosen: str)
     assert choose(name, kind) == chosen
 
 
+def test_auto_picks_mori_for_the_memory_of_amd_gpus() -> None:
+    assert choose("auto", MemoryKind.CUDA, rocm=True) == "mori"
+    assert choose("auto", MemoryKind.CPU, rocm=True) == "cma"
+    assert choose("nixl", MemoryKind.CUDA, rocm=True) == "nixl"
+
+
 def test_a_transport_that_cannot_move_this_memory_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"'cma' cannot move cuda memory; these can: auto, cudaipc, faults, nixl"
+        ConfigError, match=r"'cma' cannot move cuda memory; these can: auto, cudaipc, faults, mori, nixl"
     ):
         choose("cma", MemoryKind.CUDA)
 
@@ -45,7 +51,8 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
         lambda: create_transport("rdma", TransportOptions()),
     ):
         with pytest.raises(
-            ConfigError, match="unknown transport 'rdma'; known: auto, cma, cudaipc, faults, memory, nixl"
+            ConfigError,
+            match="unknown transport 'rdma'; known: auto, cma, cudaipc, faults, memory, mori, nixl",
         ):
             attempt()
 

@@ -53,7 +53,7 @@ _NEEDS = (
         Verdict.OK,
         "",
     ),
-    _Need("mori", ("amd-mori",), "nothing yet: no transport uses it", Verdict.OK, ""),
+    _Need("mori", ("amd-mori",), "transport mori: the default for caches on AMD GPUs", Verdict.OK, ""),
 )
 
 

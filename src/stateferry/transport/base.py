@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from stateferry.errors import ProtocolError
 from stateferry.layout.spec import Pieces
+from stateferry.transport.mori_options import MoriOptions
 
 
 class TransferState(enum.Enum):
@@ -167,6 +168,15 @@ class TransportOptions:
 
     nixl_backends: tuple[str, ...] = ("UCX",)
     nixl_threads: int = 0
+    mori: MoriOptions = field(default_factory=MoriOptions)
+    host: str = "127.0.0.1"
+    """Address of this machine that peers dial, where the library has sockets of its own."""
+    epoch: int = 0
+    """Of this engine rank: part of the name that a library knows it by."""
+    transfer_timeout_s: float = 60.0
+    """A read that a transport tries again by itself is given up after so long."""
+    rocm: bool = False
+    """Whether CUDA memory is an AMD GPU's, which torch calls by the same name."""
     faults: Mapping[str, Any] = field(default_factory=dict)
     """What the `faults` transport is to do, as an operator wrote it."""
     memory_kind: MemoryKind = MemoryKind.CPU

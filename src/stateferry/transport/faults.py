@@ -90,7 +90,9 @@ class FaultsTransport(Transport):
             raise ConfigError(f"key 'faults' in kv_connector_extra_config: {e}") from e
         if self.settings.transport == "faults":
             raise ConfigError("key 'faults.transport' is 'faults': it must name the transport to wrap")
-        self.inner = inner or create_transport(choose(self.settings.transport, options.memory_kind), options)
+        self.inner = inner or create_transport(
+            choose(self.settings.transport, options.memory_kind, options.rocm), options
+        )
         self.name = self.inner.name
         self.capabilities = self.inner.capabilities
         self._random = random.Random(self.settings.seed)

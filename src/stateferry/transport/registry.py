@@ -25,6 +25,7 @@ _TRANSPORTS = {
     "cudaipc": _Entry("stateferry.transport.cudaipc", "CudaIpcTransport", _CUDA),
     "faults": _Entry("stateferry.transport.faults", "FaultsTransport", _BOTH),
     "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
+    "mori": _Entry("stateferry.transport.mori", "MoriTransport", _BOTH),
     "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH),
 }
 _AUTO = {MemoryKind.CPU: "cma", MemoryKind.CUDA: "cudaipc+nixl"}
@@ -36,13 +37,15 @@ def transport_names() -> tuple[str, ...]:
     return tuple(sorted(_TRANSPORTS))
 
 
-def choose(name: str, memory_kind: MemoryKind) -> str:
+def choose(name: str, memory_kind: MemoryKind, rocm: bool = False) -> str:
     """The transport to use for caches in `memory_kind`; `auto` picks. Imports nothing.
+
+    `rocm`: CUDA memory is an AMD GPU's.
 
     Raises ConfigError when there is no such transport, or it cannot move that kind of memory.
     """
     if name == "auto":
-        return _AUTO[memory_kind]
+        return "mori" if rocm and memory_kind is MemoryKind.CUDA else _AUTO[memory_kind]
     if memory_kind not in _entry(name).kinds:
         able = [n for n in transport_names() if memory_kind in _TRANSPORTS[n].kinds]
         raise ConfigError(

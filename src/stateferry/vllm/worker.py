@@ -18,6 +18,7 @@ from stateferry.telemetry import Key
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
 from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
+from stateferry.transport.mori_options import MoriBackend, MoriOptions
 from stateferry.vllm.compat import KVConnectorTransferResults, vllm_version
 from stateferry.vllm.kv_cache import RegionMemory, describe
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
@@ -86,9 +87,15 @@ class WorkerHalf:
             MemoryRegion(r.address, r.size_bytes, MemoryKind(r.device), r.device_index) for r in regions
         )
         self._device = memory[0].kind
-        name = choose(self._config.transport.value, self._device)
+        rocm = self._device is MemoryKind.CUDA and _on_rocm()
+        name = choose(self._config.transport.value, self._device, rocm)
         options = TransportOptions(
             nixl_backends=self._config.nixl_backends,
+            mori=_mori_options(self._config),
+            host=self._config.host,
+            epoch=layout.epoch,
+            transfer_timeout_s=self._config.transfer_timeout_s,
+            rocm=rocm,
             faults=self._config.faults,
             memory_kind=self._device,
         )
@@ -182,3 +189,22 @@ class WorkerHalf:
         event = torch.cuda.Event()
         event.record()
         return lambda: bool(event.query())
+
+
+def _on_rocm() -> bool:
+    """Whether what torch calls CUDA is ROCm here."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+def _mori_options(config: Config) -> MoriOptions:
+    return MoriOptions(
+        backend=MoriBackend(config.mori_backend.value),
+        qp_per_transfer=config.mori_qp_per_transfer,
+        post_batch_size=config.mori_post_batch_size,
+        num_workers=config.mori_num_workers,
+        num_streams=config.mori_num_streams,
+        num_events=config.mori_num_events,
+        quiet_s=config.mori_quiet_s,
+    )
