@@ -99,8 +99,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mori_num_events: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     """HIP events of the `xgmi` back end."""
     mori_quiet_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
-    """How long after a failed request its bytes may still land, and its blocks are kept. 0: 40 s for `rdma`,
-    2 s for `xgmi`."""
+    """How long after a failed request its bytes may still land, and its blocks are kept. 0: by back end and
+    kind of failure, up to 140 s for `rdma`; `docs/mori.md`."""
     testing: bool = False
     """Let `kv_transfer_params` damage a hand-off on purpose and fill destination blocks with a
     pattern before reading (accuracy gate). Never in production."""

@@ -11,6 +11,7 @@ from stateferry.testing.mori_world import Behaviour, Code, Kind, World, sq_full
 from stateferry.testing.transport_reads import pieces, raises
 from stateferry.transport import MemoryRegion, TransferState
 from stateferry.transport.mori_options import MoriBackend, MoriOptions
+from stateferry.transport.mori_request import COMPLETED_QUIET_S
 from stateferry.transport.mori_transfer import PART_BYTES
 
 
@@ -96,6 +97,19 @@ def one_queue_pair_proves_it_over() -> None:
     transfer = pair.peer.post_read(SOME)
     assert pair.drive(transfer, SOME)[-1] is TransferState.DONE
     assert pair.world.clock() - started_s < 0.1
+
+
+def a_failed_completion_is_the_end_of_its_queue_pair() -> None:
+    """Section 6.4: then nothing follows over it. Where there are several, others may go on."""
+    for queues, least_s, most_s in ((1, COMPLETED_QUIET_S, COMPLETED_QUIET_S + 1), (2, QUIET_S, QUIET_S + 1)):
+        pair = Pair(mori=MoriOptions(quiet_s=QUIET_S, qp_per_transfer=queues))
+        message = "work completion error: transport retry counter exceeded"
+        pair.world.script.append(Behaviour(Kind.FAILS_WRITING, message=message, part=0.5))
+        started_s = pair.world.clock()
+        transfer = pair.peer.post_read(SOME)
+        seen = pair.drive(transfer, SOME, lands_at_s=COMPLETED_QUIET_S / 2 if queues == 1 else QUIET_S * 0.9)
+        assert seen[-1] is TransferState.FAILED
+        assert least_s <= pair.world.clock() - started_s <= most_s
 
 
 def never_ends_is_never_quiet() -> None:
@@ -254,6 +268,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         failed_is_not_quiet,
         partly_posted_is_waited_for_although_the_next_try_is_done,
         one_queue_pair_proves_it_over,
+        a_failed_completion_is_the_end_of_its_queue_pair,
         never_ends_is_never_quiet,
         a_dropped_failure_keeps_its_status,
         init_is_pending,

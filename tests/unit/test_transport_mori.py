@@ -1,6 +1,7 @@
 """The `mori` transport over its double: what it does when MoRI does what MoRI does."""
 
 import importlib
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from stateferry.testing.transport_rigs import regions_of
 from stateferry.transport import TransferState, TransportOptions, create_transport
 from stateferry.transport.mori import MoriTransport
 from stateferry.transport.mori_engine import SEVERAL_QUEUES
-from stateferry.transport.mori_options import QUIET_AFTER_S, MoriBackend, MoriOptions
+from stateferry.transport.mori_options import MoriBackend, MoriOptions
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -192,10 +193,16 @@ def test_one_queue_pair_is_not_believed_in_where_the_environment_says_otherwise(
 
 
 def test_the_margin_is_longer_than_a_queue_pair_tries() -> None:
-    """Section 6.4: 8 tries of 4.096 us x 2^20 each, the longest that MoRI configures."""
-    assert QUIET_AFTER_S[MoriBackend.RDMA] > 8 * 4.096e-6 * 2**20
-    assert MoriOptions().quiet_after_s == QUIET_AFTER_S[MoriBackend.RDMA]
-    assert MoriOptions(quiet_s=3.0).quiet_after_s == 3.0
+    """Section 6.4: 8 tries of 4.096 us x 2^20, each up to four times as long as it should be."""
+    rdma = MoriOptions()
+    assert rdma.quiet_after_s({}) > 8 * 4 * 4.096e-6 * 2**20
+    shorter = {"MORI_IO_QP_TIMEOUT": "14", "MORI_IO_QP_RETRY_CNT": "1"}
+    assert rdma.quiet_after_s(shorter) == rdma.quiet_after_s({})
+    assert rdma.quiet_after_s({"MORI_IO_QP_TIMEOUT": "22"}) >= 8 * 4 * 4.096e-6 * 2**22
+    assert rdma.quiet_after_s({"MORI_IO_QP_RETRY_CNT": "x"}) == rdma.quiet_after_s({})
+    assert rdma.quiet_after_s({"MORI_IO_QP_TIMEOUT": "0"}) == math.inf
+    assert MoriOptions(quiet_s=3.0).quiet_after_s({"MORI_IO_QP_TIMEOUT": "0"}) == 3.0
+    assert MoriOptions(MoriBackend.XGMI).quiet_after_s({}) == 2.0
 
 
 def test_a_transport_that_never_registered_does_not_connect() -> None:

@@ -114,6 +114,10 @@ MUTANTS: dict[str, tuple[Mutate, str]] = {
         attribute(mori_request.Order, "passed", lambda self, number: False),
         "one_queue_pair_proves_it_over",
     ),
+    "a failed completion ends all queue pairs": (
+        attribute(mori_request.Request, "_patience_s", mori_request.COMPLETED_QUIET_S),
+        "a_failed_completion_is_the_end_of_its_queue_pair",
+    ),
     "statuses are dropped": (
         attribute(mori_request.Keeper, "keep", lambda self, request: None),
         "never_ends_is_never_quiet",

@@ -33,7 +33,7 @@ class MoriSession:
     """One pair of registered regions, ours and a peer's."""
 
     def __init__(self, engine: "MoriEngine", session: Any) -> None:
-        self._engine = engine
+        self._owner = engine
         self._session = session
         self._order = Order(engine.ordered)
 
@@ -42,15 +42,15 @@ class MoriSession:
 
         Never raises: the request that it returns may have failed already. The GIL is released meanwhile.
         """
-        engine = self._engine
-        request = Request(self._order, engine.clock, engine.quiet_after_s)
+        owner = self._owner
+        request = Request(self._order, owner.clock, owner.quiet_after_s)
         try:
             uid = self._session.allocate_transfer_uid()
             request.status = self._session.batch_read(list(local), list(remote), list(sizes), uid)
         except Exception as e:  # a C++ exception comes as one of many kinds
             # How much of it was posted is not known.
             request.failed(f"could not be posted: {e}")
-        engine.keeper.keep(request)
+        owner.keeper.keep(request)
         return request
 
 
@@ -71,7 +71,7 @@ class MoriEngine:
         """
         self.name = name
         self.clock = clock
-        self.quiet_after_s = options.quiet_after_s
+        self.quiet_after_s = options.quiet_after_s(os.environ)
         self.backend = options.backend
         self.ordered = options.backend is MoriBackend.RDMA and _one_queue(options)
         self.keeper = Keeper()

@@ -1,6 +1,8 @@
 """What can be set about MoRI-IO."""
 
 import enum
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -11,11 +13,17 @@ class MoriBackend(enum.Enum):
     XGMI = "xgmi"
 
 
-QUIET_AFTER_S = {MoriBackend.RDMA: 40.0, MoriBackend.XGMI: 2.0}
+TRY_S = 4.096e-6
+RDMA_TIMEOUT, RDMA_RETRIES = 20, 7
+"""The longest that MoRI configures: a queue pair that hears nothing tries 8 times, 4.096 us x 2^20 each."""
+SLOW_CARD = 4
+"""The InfiniBand specification lets a card take up to four times as long."""
+
+QUIET_AFTER_S = {MoriBackend.RDMA: 140.0, MoriBackend.XGMI: 2.0}
 """How long after a failed request none of its bytes can land any more: see `mori_request`.
 
-RDMA: a queue pair that hears nothing tries for up to 34 s (8 times 4.3 s, the longest that MoRI configures).
-XGMI: copies that were queued on a stream before the one that could not be; at most a few hundred MiB.
+RDMA: when a queue pair has given up, see above. XGMI: copies that were queued on a stream before the one that
+could not be; at most a few hundred MiB.
 """
 
 
@@ -37,7 +45,20 @@ class MoriOptions:
     quiet_s: float = 0.0
     """Instead of `QUIET_AFTER_S`; 0: by the back end."""
 
-    @property
-    def quiet_after_s(self) -> float:
-        """How long after its failure a request may still write."""
-        return self.quiet_s or QUIET_AFTER_S[self.backend]
+    def quiet_after_s(self, environment: Mapping[str, str]) -> float:
+        """How long after its failure a request may still write; infinite where queue pairs try for ever.
+
+        `environment`: MoRI's variables may make its queue pairs try for longer.
+        """
+        if self.quiet_s or self.backend is MoriBackend.XGMI:
+            return self.quiet_s or QUIET_AFTER_S[self.backend]
+        timeout = _number(environment.get("MORI_IO_QP_TIMEOUT"), RDMA_TIMEOUT)
+        retries = _number(environment.get("MORI_IO_QP_RETRY_CNT"), RDMA_RETRIES)
+        if timeout == 0:
+            return math.inf
+        # Never less than the default: versions that do not know these variables take no notice of them.
+        return max(QUIET_AFTER_S[self.backend], TRY_S * 2**timeout * (retries + 1) * SLOW_CARD)
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdecimal() else default

@@ -8,8 +8,11 @@ into our memory, and MoRI reports nothing of those. So a request is *over* when
 - it failed, and a request that was posted later over the same session succeeded, where a session is one
   queue pair: work requests of a reliable connection complete in the order in which they were posted, so the
   earlier ones had completed, or had never been posted. Only then is that argument used (`ordered`); or
-- it failed, and `quiet_after_s` have passed since. By then every work request has completed or its queue pair
-  has given it up and is in its error state, in which it drops what still arrives (`mori_options`).
+- it failed by the completion of a work request, its session is one queue pair, and `COMPLETED_QUIET_S` have
+  passed. That completion is the last thing a queue pair does: it is in its error state then, flushes what
+  waits behind, and drops what still arrives; the time is for writes on their way through the machine; or
+- it failed, however, and `quiet_after_s` have passed since. By then every work request has completed or its
+  queue pair has given it up (`mori_options`).
 
 A request that is pending is never over, however long that takes. MoRI cannot cancel one.
 
@@ -26,13 +29,31 @@ from stateferry.transport.base import TransferState
 FULL = "SQ full"
 """How MoRI begins to say that its send queue had no room. Nothing else that fails is worth posting again."""
 
+COMPLETIONS = (
+    "local length error",
+    "local QP operation error",
+    "local protection error",
+    "Work Request Flushed Error",
+    "bad response error",
+    "local access error",
+    "remote invalid request error",
+    "remote access error",
+    "remote operation error",
+    "transport retry counter exceeded",
+    "RNR retry counter exceeded",
+    "remote aborted error",
+)
+"""What libibverbs says of a work request that completed with an error; MoRI passes it on in its message."""
+
+COMPLETED_QUIET_S = 2.0
+
 
 class Order:
     """Which requests of one session are known to be over because a later one succeeded."""
 
     def __init__(self, ordered: bool) -> None:
-        """`ordered`: the session is one queue pair."""
-        self._ordered = ordered
+        self.ordered = ordered
+        """Whether the session is one queue pair."""
         self._posted = 0
         self._succeeded = 0
 
@@ -47,7 +68,7 @@ class Order:
 
     def passed(self, number: int) -> bool:
         """Whether a later request than that succeeded, and says something about it."""
-        return self._ordered and number < self._succeeded
+        return self.ordered and number < self._succeeded
 
 
 class Request:
@@ -73,9 +94,16 @@ class Request:
     def over(self) -> bool:
         """Whether no byte of it can land any more."""
         if self.state is TransferState.FAILED:
-            late = self._clock() - self._failed_s >= self._quiet_after_s
+            late = self._clock() - self._failed_s >= self._patience_s
             return late or self._order.passed(self._number)
         return self.state is TransferState.DONE
+
+    @property
+    def _patience_s(self) -> float:
+        """How long after its failure it may still write."""
+        if self._order.ordered and any(text in self.error for text in COMPLETIONS):
+            return min(COMPLETED_QUIET_S, self._quiet_after_s)
+        return self._quiet_after_s
 
     def look(self) -> TransferState:
         """Where it stands, without waiting. Looking is what moves XGMI's requests on."""
