@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check gate soak fuzz clean
+.PHONY: help setup demo test check gate soak fuzz mori-contract clean
 
 help: ## Say what the targets do
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 setup: ## Make .venv with everything pinned; quick when it is up to date
 	@$(PYTHON) tools/setup.py
@@ -31,6 +31,9 @@ fuzz: setup ## Damaged messages for as long as you like; ARGS=-max_total_time=60
 
 soak: setup ## Half an hour of hand-offs with faults and cancellations; ARGS="--minutes 3"
 	@$(BIN)/stateferry soak $(ARGS)
+
+mori-contract: setup ## Compare what transport mori uses with the published MoRI packages (downloads them)
+	@$(BIN)/python tools/mori_contract.py
 
 clean: ## Remove .venv and all caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -57,7 +57,7 @@ class MoriOptions:
         if timeout == 0:
             return math.inf
         # Never less than the default: versions that do not know these variables take no notice of them.
-        return max(QUIET_AFTER_S[self.backend], TRY_S * 2**timeout * (retries + 1) * SLOW_CARD)
+        return max(QUIET_AFTER_S[self.backend], TRY_S * 2.0**timeout * (retries + 1) * SLOW_CARD)
 
 
 def _number(text: str | None, default: int) -> int:
