@@ -21,8 +21,11 @@ from stateferry.transport.pieces import RegionTable, Spans, batch_ends
 
 PART_BYTES = 32 << 20
 """Far below the 32 bits that MoRI counts a piece in, and the 1 GiB that a work request may have."""
-PART_PIECES = 2048
-PARTS_IN_FLIGHT = 8
+PART_PIECES = 512
+PARTS_IN_FLIGHT = 4
+"""Few enough work requests that MoRI posts a part at once, and that all parts fit into its send queue (of
+8,192 unless made smaller): one that meets a full queue between two posts leaves its endpoint degraded, which is
+worse than being full."""
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
 
