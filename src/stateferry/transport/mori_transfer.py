@@ -24,8 +24,8 @@ PART_BYTES = 32 << 20
 PART_PIECES = 512
 PARTS_IN_FLIGHT = 4
 """Few enough work requests that MoRI posts a part at once, and that all parts fit into its send queue (of
-8,192 unless made smaller): one that meets a full queue between two posts leaves its endpoint degraded, which is
-worse than being full."""
+8,192 unless made smaller): one that meets a full queue between two posts leaves its endpoint degraded, which
+is worse than being full."""
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
 
