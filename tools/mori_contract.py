@@ -4,6 +4,7 @@ Downloads the wheels of amd-mori by name (some 20 MB), reads their files, prints
 all there, or the package index cannot be reached; 1: something is missing. `make mori-contract` runs it.
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,31 +14,38 @@ from stateferry.testing.mori_contract import UNREADABLE, VERSIONS, Package, opti
 
 PLATFORM = ("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312")
 SYSTEMS = ("manylinux_2_39_x86_64", "manylinux2014_x86_64")
-TIMEOUT_S = 300
+TIMEOUT_S = 200
+NETWORK = re.compile(r"Retrying|timed out|onnection|HTTP error|ProxyError|SSLError|resolution", re.IGNORECASE)
+"""How pip tells that it did not reach the index, or not well."""
 
 
 class Offline(Exception):
-    """No version could be downloaded."""
+    """The package index cannot be reached."""
 
 
 def download(folder: Path, versions: tuple[str, ...] = VERSIONS) -> list[Path]:
     """The wheels, one a version, oldest first; the newest may be one of the others.
 
-    Raises Offline when none can be had, LookupError when only some can.
+    Raises Offline when the index cannot be reached, LookupError when it does not have a version.
     """
     refused = {}
     for version in versions:
         wanted = f"amd-mori=={version}" if version else "amd-mori"
         platforms = [part for system in SYSTEMS for part in ("--platform", system)]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += [*PLATFORM, *platforms, "--disable-pip-version-check", "--dest", str(folder), wanted]
-        made = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        command += [*PLATFORM, *platforms, "--retries", "1", "--timeout", "30", "--dest", str(folder), wanted]
+        try:
+            made = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired as e:
+            raise Offline(f"pip did not end within {TIMEOUT_S} s: {' '.join(command)}") from e
         if made.returncode:
             refused[wanted] = made.stderr.strip().splitlines()[-1:]
+            if NETWORK.search(made.stderr):
+                raise Offline(f"{wanted}: {made.stderr.strip()[-300:]}")
     if len(refused) == len(versions):
         raise Offline(f"no version of amd-mori could be downloaded: {refused}")
     if refused:
-        raise LookupError(f"could not be downloaded: {refused}")
+        raise LookupError(f"not in the package index: {refused}")
     return sorted(folder.glob("amd_mori-*.whl"))
 
 

@@ -121,6 +121,9 @@ def never_ends_is_never_quiet() -> None:
     assert set(pair.drive(transfer, SOME, until_s=3 * QUIET_S)) == {TransferState.PENDING}
     assert not transfer.quiet
     del transfer
+    again = pair.reader.connect(pair.registration, 1.0)
+    pair.peer.close()
+    pair.peer = again
     gc.collect()
     pair.drive(pair.peer.post_read(SOME), SOME)
     assert not pair.world.defects, pair.world.defects

@@ -15,7 +15,7 @@ Mutate = Callable[[Patch], None]
 
 
 def attribute(owner: Any, name: str, value: Any) -> Mutate:
-    return lambda patch: patch.setattr(owner, name, value)
+    return lambda patch: patch.setattr(owner, name, value, raising=False)
 
 
 def failed_is_over(self: mori_request.Request) -> bool:
@@ -120,6 +120,10 @@ MUTANTS: dict[str, tuple[Mutate, str]] = {
     ),
     "statuses are dropped": (
         attribute(mori_request.Keeper, "keep", lambda self, request: None),
+        "never_ends_is_never_quiet",
+    ),
+    "sessions end with their peer": (
+        attribute(mori_request.Request, "session", property(lambda self: None, lambda self, value: None)),
         "never_ends_is_never_quiet",
     ),
     "statuses are kept until they are terminal": (

@@ -7,7 +7,7 @@ Real bytes move between registered memory of this process, so that a transport o
 conformance suite. It does what MoRI's sources and headers show (1.0.0 to 1.2.4), also where that is awkward:
 
 - a status is FAILED at the first error, and says nothing of what of it still lands (`World.land_late`);
-- freeing a status too early is a crash there, and a line in `World.defects` here;
+- freeing a status or a session too early may be a crash there, and is a line in `World.defects` here;
 - `wait_all` is there or not; it returns at once for INIT, does not return early for a failure, and with XGMI
   looks once and sleeps to its deadline;
 - XGMI's requests move only when somebody looks at them;
@@ -127,7 +127,8 @@ class IOEngineSession:
         if behaviour.kind is Kind.RAISES:
             raise RuntimeError(behaviour.message)
         status = TransferStatus(progress)
-        world.watch(status, batch)
+        world.watch(status, batch, "status", progress)
+        world.watch(self, batch, "session", progress)
         return status
 
     def _invalid(self, batch: Posted) -> str:

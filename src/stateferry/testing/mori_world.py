@@ -168,17 +168,17 @@ class World:
             offsets = batch.local_offsets[:count], batch.remote_offsets[:count], batch.sizes[:count]
             self._late.append((batch, Posted(batch.engine, batch.local, batch.remote, *offsets)))
 
-    def watch(self, status: Any, batch: Posted) -> None:
-        """Notice when a status is freed while MoRI may still write to it."""
-        weakref.finalize(status, self._freed, batch, status.progress)
+    def watch(self, thing: Any, batch: Posted, what: str, progress: Any) -> None:
+        """Notice when something is freed that MoRI still needs for a batch."""
+        weakref.finalize(thing, self._freed, batch, what, progress)
 
-    def _freed(self, batch: Posted, progress: Any) -> None:
+    def _freed(self, batch: Posted, what: str, progress: Any) -> None:
         if batch.engine not in self.engines:
             return  # its queue pairs are gone
         if progress.in_flight:
-            self.defects.append("a status was freed while its request was in progress")
+            self.defects.append(f"a {what} was freed while its request was in progress")
         elif any(failed is batch for failed, _ in self._late):
-            self.defects.append("a status was freed while bytes of its failed request were in flight")
+            self.defects.append(f"a {what} was freed while bytes of its failed request were in flight")
 
     def _move(self, batch: Posted) -> int:
         moved = 0

@@ -44,6 +44,7 @@ class MoriSession:
         """
         owner = self._owner
         request = Request(self._order, owner.clock, owner.quiet_after_s)
+        request.session = self._session
         try:
             uid = self._session.allocate_transfer_uid()
             request.status = self._session.batch_read(list(local), list(remote), list(sizes), uid)

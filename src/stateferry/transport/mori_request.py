@@ -79,6 +79,8 @@ class Request:
         """Why it failed; empty otherwise."""
         self.state = TransferState.PENDING
         self.status: Any = None  # MoRI's TransferStatus; None where posting raised
+        self.session: Any = None
+        """MoRI's, which must not end before its requests."""
         self._order = order
         self._clock = clock
         self._quiet_after_s = quiet_after_s

@@ -220,6 +220,12 @@ class MoriTransfer(Transfer):
         return 0.0
 
     def _check_cookie(self) -> None:
+        try:
+            self._advance_check()
+        except RuntimeError as e:  # torch's, where the cookie lies on a device
+            self._fail(f"the device failed: {e}")
+
+    def _advance_check(self) -> None:
         if self._check is None and not self._begin_check():
             return
         assert self._check is not None
