@@ -25,7 +25,12 @@ ENVIRONMENT = {
 }
 """Set in this process before MoRI is loaded, where the user has not."""
 
-SEVERAL_QUEUES = ("MORI_IO_QP_PER_TRANSFER", "MORI_IO_ENABLE_CHUNKING", "MORI_IO_NUM_NICS_PER_TRANSFER")
+SEVERAL_QUEUES = (
+    "MORI_IO_QP_PER_TRANSFER",
+    "MORI_IO_ENABLE_CHUNKING",
+    "MORI_IO_NUM_NICS_PER_TRANSFER",
+    "MORI_IO_RAIL_AFFINITY",
+)
 """Variables that may make a session more than one queue pair, whatever the options say."""
 
 
