@@ -3,6 +3,7 @@
 import importlib
 import math
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,16 @@ from stateferry.errors import ProtocolError, TransportError, TransportUnavailabl
 from stateferry.testing.mori_double import MoriDouble
 from stateferry.testing.mori_world import World
 from stateferry.testing.transport_reads import pieces
-from stateferry.testing.transport_rigs import regions_of
-from stateferry.transport import TransferState, TransportOptions, create_transport
+from stateferry.testing.transport_rigs import Buffer, content, regions_of
+from stateferry.transport import (
+    MemoryKind,
+    MemoryRegion,
+    TransferState,
+    TransportOptions,
+    create_transport,
+)
 from stateferry.transport.mori import MoriTransport
+from stateferry.transport.mori_cookies import DevicePage, Landing
 from stateferry.transport.mori_engine import SEVERAL_QUEUES
 from stateferry.transport.mori_options import MoriBackend, MoriOptions
 
@@ -216,3 +224,63 @@ def test_what_may_not_be_posted_is_nothing_to_wait_for() -> None:
     with pytest.raises(ValueError, match="outside"):
         pair.peer.post_read(pieces([(0, 0, 0, 65000, 1000)]))
     assert not pair.posts()
+
+
+def torch_without_a_gpu() -> SimpleNamespace:
+    """As much of torch as the page on a device needs, its memory in this process."""
+    import torch
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    return SimpleNamespace(
+        uint8=torch.uint8,
+        cuda=SimpleNamespace(Stream=lambda index: stream, stream=lambda stream: nullcontext()),
+        zeros=lambda size, dtype, device: torch.zeros(size, dtype=dtype),
+        frombuffer=torch.frombuffer,
+    )
+
+
+def test_over_xgmi_the_cookie_lies_with_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Section 6.2: that back end moves nothing but device memory."""
+    world = World()
+    io = MoriDouble(world)
+    options = TransportOptions(mori=MoriOptions(MoriBackend.XGMI))
+    monkeypatch.setitem(sys.modules, "torch", torch_without_a_gpu())
+    here, there = content(1, (4096,)), content(2, (4096,))
+
+    def transport(buffers: tuple[Buffer, ...]) -> tuple[MoriTransport, bytes]:
+        made = MoriTransport(options, io=io, clock=world.clock, pause=world.advance)
+        regions = [MemoryRegion(b.ctypes.data, b.nbytes, MemoryKind.CUDA, 3) for b in buffers]
+        return made, made.register(regions)
+
+    (reader, _), (target, registration) = transport(here), transport(there)
+    page = reader._cookies.page if reader._cookies is not None else None
+    assert isinstance(page, DevicePage)
+    assert (page.region.kind, page.region.device_index) == (MemoryKind.CUDA, 3)
+    peer = reader.connect(registration, 1.0)
+    batch = pieces([(0, 0, 0, 0, 4096)])
+    transfer = peer.post_read(batch)
+    while transfer.poll() is TransferState.PENDING:
+        world.advance(0.001)
+    assert transfer.poll() is TransferState.DONE, transfer.error
+    assert (here[0] == there[0]).all()
+    assert target._cookies is not None
+    target._cookies.wipe()
+    transfer = peer.post_read(batch)
+    while transfer.poll() is TransferState.PENDING:
+        world.advance(0.001)
+    assert "cookie" in transfer.error
+
+
+def test_a_device_that_fails_fails_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`poll` never raises, whatever torch does when the cookie is looked at."""
+    pair = Pair()
+
+    def fail(self: Landing) -> bytes:
+        raise RuntimeError("HIP error: an illegal memory access")
+
+    monkeypatch.setattr(Landing, "content", fail)
+    transfer = pair.peer.post_read(SOME)
+    assert pair.drive(transfer, SOME)[-1] is TransferState.FAILED
+    assert "the device failed: HIP error" in transfer.error
+    with pytest.raises(TransportUnavailable, match="HIP error"):
+        pair.reader.connect(pair.registration, 1.0)

@@ -234,10 +234,20 @@ class MoriTransport(Transport):
 
     def _probe(self, link: Link, timeout_s: float) -> None:
         """Read the cookie once; again where others' reads have filled the send queue just now."""
+        try:
+            wrong = self._read_cookie(link, self.engine.clock() + timeout_s)
+        except TransportTimeout as e:
+            raise TransportTimeout(f"mori: engine {link.name} did not answer: {e}") from e
+        except (TransportError, RuntimeError) as e:  # RuntimeError: torch's, where the cookie is on a device
+            raise TransportUnavailable(f"mori: engine {link.name}: {e}") from e
+        if wrong:
+            raise TransportUnavailable(f"mori: engine {link.name}: {wrong}")
+
+    def _read_cookie(self, link: Link, deadline_s: float) -> str:
+        """What is wrong with the peer's cookie; empty: nothing. Raises TransportError."""
         landing = link.cookies.take()
         if landing is None:
-            raise TransportUnavailable("mori: no room to read the peer's cookie: too many reads do not end")
-        deadline_s = self.engine.clock() + timeout_s
+            raise TransportError("no room to read its cookie: too many reads do not end")
         try:
             check = CookieCheck(link, landing)
             while check.request.look() is TransferState.FAILED and check.request.full:
@@ -246,15 +256,9 @@ class MoriTransport(Transport):
                 self._pause(LONGEST_PAUSE_S)
                 check = CookieCheck(link, landing)
             self.waiter.wait([check.request], deadline_s - self.engine.clock())
-        except TransportTimeout as e:
-            raise TransportTimeout(f"mori: engine {link.name} did not answer: {e}") from e
-        except TransportError as e:
-            raise TransportUnavailable(f"mori: engine {link.name}: {e}") from e
+            return check.wrong()
         finally:
             link.cookies.give(landing)
-        wrong = check.wrong()
-        if wrong:
-            raise TransportUnavailable(f"mori: engine {link.name}: {wrong}")
 
 
 class _MoriPeer(Peer):
