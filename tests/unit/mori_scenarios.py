@@ -16,7 +16,7 @@ from stateferry.transport.mori_transfer import PART_BYTES
 
 
 def full_queue_is_posted_again() -> None:
-    """F2.5 (section 2.5): 1 ms, then twice as long each time, up to 50 ms; then the bytes are there."""
+    """Section 2.5: 1 ms, then twice as long each time, up to 50 ms; then the bytes are there."""
     pair = Pair()
     pair.world.script.extend([sq_full()] * 9)
     transfer = pair.peer.post_read(SOME)
