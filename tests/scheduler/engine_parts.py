@@ -138,7 +138,7 @@ def make_rank(config: VllmConfig, cache: KVCacheConfig, rank: int, tap: Tap) -> 
     tensors = allocate_kv_cache(cache, torch.device("cpu"), layout)
     connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, cache)
     with (
-        patch.object(worker, "choose", lambda name, kind: "memory"),
+        patch.object(worker, "choose", lambda name, kind, rocm: "memory"),
         patch.object(worker, "create_transport", lambda name, options: SteeredTransport(tap)),
     ):
         connector.register_kv_caches(tensors)
