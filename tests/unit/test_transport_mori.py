@@ -35,6 +35,11 @@ def test_scenario(scenario: str) -> None:
     SCENARIOS[scenario]()
 
 
+def test_sessions_are_made_once_a_pair_of_regions() -> None:
+    """F2.1."""
+    SCENARIOS["one_session_a_pair_of_regions"]()
+
+
 def test_memory_is_registered_by_address_once_a_storage() -> None:
     """F2.4 and W28: no alias tensors; one region a storage and one for the cookie, which comes first."""
     pair = Pair()
