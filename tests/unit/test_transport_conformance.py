@@ -26,13 +26,15 @@ needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 @pytest.fixture(
     scope="module",
     params=[
-        *("memory", "cma", "faults", "faults over memory", *MORI),
+        *("memory", "cma", "faults", "faults over memory", "mooncake", *MORI),
         pytest.param("nixl", marks=needs_nixl),
     ],
     ids=lambda name: name,
 )
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """`faults` without faults is as good as what it wraps: here `cma`, and `memory`."""
+    if request.param == "mooncake":
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)  # or a library of the system is missing
     in_process = {
         "memory": MemoryTransport,
         "faults over memory": lambda: FaultsTransport(inner=MemoryTransport()),

@@ -87,19 +87,19 @@ class WorkerHalf:
             MemoryRegion(r.address, r.size_bytes, MemoryKind(r.device), r.device_index) for r in regions
         )
         self._device = memory[0].kind
+        host = self._config.host
         rocm = self._device is MemoryKind.CUDA and _on_rocm()
         name = choose(self._config.transport.value, self._device, rocm)
         options = TransportOptions(
             nixl_backends=self._config.nixl_backends,
             mori=_mori_options(self._config),
-            host=self._config.host,
+            host=host,
             epoch=layout.epoch,
             transfer_timeout_s=self._config.transfer_timeout_s,
             rocm=rocm,
             faults=self._config.faults,
             memory_kind=self._device,
         )
-        host = self._config.host
         self._ferry = Ferry(
             FerrySetup(
                 config=self._config,
