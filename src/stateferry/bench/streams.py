@@ -47,10 +47,15 @@ class Streamed:
 class Streams:
     """A client for one event loop. Use as a context manager."""
 
-    def __init__(self, timeout_s: float = 120.0, model: str = "model") -> None:
-        """`timeout_s` bounds every wait for bytes."""
+    def __init__(
+        self,
+        timeout_s: float = 120.0,
+        model: str = "model",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`timeout_s` bounds every wait for bytes; `transport`: for tests."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(timeout=timeout_s, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=timeout_s, limits=limits, trust_env=False, transport=transport)
         self._model = model
 
     async def __aenter__(self) -> Self:

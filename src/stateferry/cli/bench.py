@@ -23,7 +23,7 @@ from stateferry.bench import (
     measure_plans,
     started_arms,
 )
-from stateferry.cli.bench_engines import agentx, agentx_sessions, interference
+from stateferry.cli.bench_engines import agentx, agentx_sessions, handoff, interference
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
 from stateferry.cli.starting import shown_progress
 from stateferry.models import RECALL_GDN
@@ -91,6 +91,7 @@ def plan(
     finish("plan", kept, _plan_tables(measured), json_output, report)
 
 
+bench_app.command("handoff")(handoff)
 bench_app.command("interference")(interference)
 bench_app.command("agentx")(agentx)
 bench_app.command("agentx-sessions")(agentx_sessions)

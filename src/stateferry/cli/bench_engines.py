@@ -9,6 +9,7 @@ from rich.console import Console
 
 from stateferry.bench import agentx as agents
 from stateferry.bench import arm_spec, started_arms
+from stateferry.bench import handoff as pairs
 from stateferry.bench import interference as running
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, figure_table, finish
 from stateferry.cli.starting import shown_progress
@@ -144,6 +145,56 @@ def agentx(
     raise typer.Exit(1 if wrong else 0)
 
 
+def handoff(
+    arm: ArmOption = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Of the prompts. May be repeated.", show_default="64, 512, 2000")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Requests at a time. May be repeated.", show_default="1, 4, 16")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Times that every arm runs.", min=1)] = 5,
+    router: Annotated[
+        bool, typer.Option("--router/--no-router", help="vllm-router before each pair; else two-leg client.")
+    ] = True,
+    model: ModelOption = RECALL_GDN,
+    seed: Annotated[int, typer.Option(help="Of prompts and of the order of arms and cells.")] = 0,
+    log_folder: LogOption = None,
+    json_output: JsonOption = False,
+    report: ReportOption = None,
+) -> None:
+    """Time to the first token through a router and two engines, over one engine's.
+
+    By prompt length and number of requests at a time. Starts two engines and a router per arm; nothing else
+    should run on the machine.
+    """
+    specs = [arm_spec(name) for name in arm or ARMS]
+    lengths, at_a_time = tokens or list(pairs.LENGTHS), concurrency or list(pairs.CONCURRENCIES)
+    screen = Console(stderr=True)
+    with (
+        shown_progress(screen) as starting,
+        started_arms(model, specs, log_folder, starting, router=router) as arms,
+        counting(screen, "turns of arms", repeats * len(specs)) as done,
+    ):
+        result = pairs.measure(arms, lengths, at_a_time, repeats, seed, done)
+    cells = result.summary()
+    tables = []
+    for length in lengths:
+        for number in at_a_time:
+            here = {c["arm"]: c for c in cells if (c["tokens"], c["concurrency"]) == (length, number)}
+            table = figure_table(f"{length:,} tokens, {number} at a time", here, HANDOFF_ROWS)
+            table.add_row("errors", *(str(found["errors"]) for found in here.values()))
+            tables.append(table)
+    kept = {"cells": cells, "time_lines": result.time_lines(), "router": router, "seed": seed}
+    finish("handoff", kept, tables, json_output, report)
+
+
+HANDOFF_ROWS = {
+    "one_engine_p50_s": "one engine: median, s",
+    "first_token_p50_s": "pair: median, s",
+    "added_p50_s": "added: medians, s",
+    "added_p90_s": "added: 90th percentiles, s",
+}
 AGENTX_ROWS = {
     "requests": "requests",
     "errors": "errors",
