@@ -49,12 +49,12 @@ def counting(console: Console, what: str, total: int) -> Iterator[Any]:
 
 
 def figure_table(title: str, arms: Mapping[str, Mapping[str, Any]], rows: Mapping[str, str]) -> Table:
-    """Figures of `spread` by arm: the median, and the extremes of the repeats in brackets.
+    """Figures of `spread` by arm: the median, and the extremes of the repeats in parentheses.
 
     `rows`: name of the figure -> what to call it, with its unit; names that end in `_s` are seconds.
     """
     table = Table(title=title)
-    table.add_column("median [least, most] over the repeats")
+    table.add_column("median (least to most) of the repeats")
     for name in arms:
         table.add_column(name, justify="right")
     for key, label in rows.items():
@@ -68,7 +68,7 @@ def _spread(value: Mapping[str, float] | None) -> str:
     if value is None:
         return "-"
     median, least, most = (_short(value[key]) for key in ("median", "least", "most"))
-    return median if least == most else f"{median} [{least}, {most}]"
+    return median if least == most else f"{median} ({least} to {most})"
 
 
 def _short(number: float) -> str:

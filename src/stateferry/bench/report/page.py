@@ -52,7 +52,7 @@ def _rows(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Every figure with its path in the result; long lists are counted, not shown."""
     if isinstance(value, Mapping):
         if set(value) == {"median", "least", "most"}:
-            yield path, f"{value['median']} [{value['least']}, {value['most']}]"
+            yield path, f"{value['median']} ({value['least']} to {value['most']})"
             return
         for key, inner in value.items():
             if key not in LEFT_OUT:
@@ -79,4 +79,6 @@ def _name(value: Any, number: int) -> str:
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     cells = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f"<table><tr><th>figure</th><th>value; median [least, most] over repeats</th></tr>{cells}</table>"
+    return (
+        f"<table><tr><th>figure</th><th>value; median (least to most) of the repeats</th></tr>{cells}</table>"
+    )
