@@ -24,6 +24,7 @@ from stateferry.bench import (
     started_arms,
 )
 from stateferry.cli.bench_engines import agentx, agentx_sessions, handoff, interference
+from stateferry.cli.bench_footprint import footprint
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
 from stateferry.cli.starting import shown_progress
 from stateferry.models import RECALL_GDN
@@ -91,6 +92,7 @@ def plan(
     finish("plan", kept, _plan_tables(measured), json_output, report)
 
 
+bench_app.command("footprint")(footprint)
 bench_app.command("handoff")(handoff)
 bench_app.command("interference")(interference)
 bench_app.command("agentx")(agentx)

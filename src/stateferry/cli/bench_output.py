@@ -60,11 +60,12 @@ def figure_table(title: str, arms: Mapping[str, Mapping[str, Any]], rows: Mappin
     for key, label in rows.items():
         found = [arm["figures"].get(key) for arm in arms.values()]
         if any(found):
-            table.add_row(label, *(_spread(value) for value in found))
+            table.add_row(label, *(shown_spread(value) for value in found))
     return table
 
 
-def _spread(value: Mapping[str, float] | None) -> str:
+def shown_spread(value: Mapping[str, float] | None) -> str:
+    """A figure of `spread` as text."""
     if value is None:
         return "-"
     median, least, most = (_short(value[key]) for key in ("median", "least", "most"))
