@@ -136,6 +136,13 @@ def step(half: Half) -> None:
     half.take_stats()
 
 
+class _Request(SimpleNamespace):
+    """As much of vLLM's request as the halves look at; whatever else they ask for is not set."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class Prompts:
     """Requests for both halves, all of one prompt, each with blocks of its own."""
 
@@ -159,19 +166,13 @@ class Prompts:
         return [self._request(number, msgspec.json.decode(one)) for number, one in enumerate(params)]
 
     def _request(self, number: int, params: dict[str, Any]) -> Any:
-        """As much of vLLM's request as the halves look at."""
-        return SimpleNamespace(
+        return _Request(
             request_id=f"request-{number}",
             kv_transfer_params=params,
             prompt_token_ids=self._prompt,
             num_prompt_tokens=len(self._prompt),
             _all_token_ids=list(self._prompt[-1:]),
-            prompt_embeds=None,
-            skip_reading_prefix_cache=False,
-            resumable=False,
             mm_features=[],
-            lora_request=None,
-            cache_salt=None,
             block_hashes=[],
             max_tokens=1,
             status=self._finished,
