@@ -153,13 +153,14 @@ class Prompts:
         self.tables = [_table(number, block_ids) for number in range(count)]
 
     def finish(self, half: Half) -> Iterator[dict[str, Any]]:
-        """All prefills arrive at a producer's half and are finished there; their responses' parameters."""
+        """All prefills arrive at a producer's half and are finished there, once; what their responses carry."""
         for request, table in zip(self.prefills, self.tables, strict=True):
             half.on_new_request(request)
             kept, params = half.request_finished(request, table)
             if not kept or params is None:
                 raise RuntimeError(f"the prefill was not offered: {params}")
             yield params
+        self.prefills.clear()  # what the half did to a request is the request's, which vLLM drops now
 
     def decodes(self, params: Sequence[bytes]) -> list[Any]:
         """The requests that take what was offered."""

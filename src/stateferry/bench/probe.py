@@ -99,7 +99,7 @@ class Result:
                 },
                 "distributions": {"during": quantiles(self.during_s[tokens])},
             }
-            for tokens in self.during_s
+            for tokens in sorted(self.during_s)
         ]
 
 
