@@ -153,7 +153,7 @@ class Prompts:
         self.tables = [_table(number, block_ids) for number in range(count)]
 
     def finish(self, half: Half) -> Iterator[dict[str, Any]]:
-        """All prefills arrive at a producer's half and are finished there, once; what their responses carry."""
+        """All prefills arrive at a producer's half and are finished there, once; what responses carry."""
         for request, table in zip(self.prefills, self.tables, strict=True):
             half.on_new_request(request)
             kept, params = half.request_finished(request, table)
