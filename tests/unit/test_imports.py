@@ -39,7 +39,9 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     ),
     "gate": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "wire"}),
     "doctor": frozenset({"errors", "layout", "stack", "transport", "vllm.versions", "wire"}),
-    "bench": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "transport"}),
+    "bench": frozenset(
+        {"config", "errors", "ids", "layout", "models", "session", "stack", "testing", "transport", "wire"}
+    ),
     "watch": frozenset({"errors", "telemetry"}),
     "cli": ANYTHING,
 }

@@ -1,16 +1,7 @@
 """Benchmarks: interleaved arms in one run, medians and spread, host facts. Numbers, never tests."""
 
-from stateferry.bench.added_latency import (
-    IN_TREE,
-    MAX_TOKENS,
-    MIN_TOKENS,
-    ONE_ENGINE,
-    Arm,
-    Result,
-    Times,
-    measure,
-    started_arms,
-)
+from stateferry.bench.added_latency import MAX_TOKENS, MIN_TOKENS, Result, Times, measure
+from stateferry.bench.arms import IN_TREE, ONE_ENGINE, Arm, ArmSpec, arm_spec, started_arms
 from stateferry.bench.figures import percentile
 from stateferry.bench.plan import (
     APPLY_TARGET_MS,
@@ -38,10 +29,12 @@ __all__ = [
     "SCATTERED",
     "UNMERGED",
     "Arm",
+    "ArmSpec",
     "Case",
     "Measured",
     "Result",
     "Times",
+    "arm_spec",
     "measure",
     "measure_plans",
     "percentile",

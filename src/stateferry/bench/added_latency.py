@@ -3,43 +3,18 @@
 Every round takes one prompt length and asks all arms one after the other, so that whatever else the
 machine does hits all of them. An arm's turn is two questions of that length, its prefill engine by
 itself and the pair; its figure is the second's time to first token, prefill leg included, minus the
-first's. All prompts are random: nobody has a prefix of one cached. The engines of the arms whose turn
-it is not are stopped by signal: on a small machine idle engines of vLLM take time from the others.
+first's. All prompts are random: nobody has a prefix of one cached.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
+from stateferry.bench.arms import ONE_ENGINE, Arm
 from stateferry.bench.figures import percentile
-from stateferry.stack import NIXL, Client, Engine, EngineSpec, ProgressCallback, Role, Stack
+from stateferry.stack import Client
 
 MIN_TOKENS, MAX_TOKENS = 20, 1200
-START_TIMEOUT_S = 900.0
-IN_TREE = "in-tree NixlConnector"
-ONE_ENGINE = "one engine"
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """A pair of engines behind the same two-leg client."""
-
-    name: str
-    engines: tuple[Engine, Engine]
-    """Prefill and decode."""
-
-    def stop(self) -> None:
-        """Take the pair off the processors until `go_on`."""
-        for engine in self.engines:
-            engine.child.freeze()
-
-    def go_on(self) -> None:
-        """Undo `stop`."""
-        for engine in self.engines:
-            engine.child.thaw()
 
 
 @dataclass(slots=True)
@@ -71,36 +46,6 @@ class Result:
             }
             for name, values in rows.items()
         }
-
-
-@contextmanager
-def started_arms(
-    model: Path,
-    transports: Sequence[str],
-    in_tree: bool,
-    log_folder: Path | None = None,
-    progress: ProgressCallback | None = None,
-) -> Iterator[list[Arm]]:
-    """Two engines per arm, started pair by pair and all stopped by signal; ended with the block."""
-    with Stack(log_folder) as stack:
-        specs = [(name, {"transport": name}, "StateFerryConnector") for name in transports]
-        if in_tree:
-            specs.append((IN_TREE, {}, NIXL))
-        arms: list[Arm] = []
-        try:
-            for name, extra, connector in specs:
-                tag = name.split()[0]
-                common: dict[str, Any] = {"model": model, "connector": connector, "extra_config": extra}
-                prefill = stack.start(EngineSpec(role=Role.PREFILL, name=f"{tag}-prefill", **common))
-                decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
-                arms.append(Arm(name, (prefill, decode)))
-                for engine in arms[-1].engines:
-                    engine.wait_ready(START_TIMEOUT_S, progress)
-                arms[-1].stop()
-            yield arms
-        finally:
-            for arm in arms:
-                arm.go_on()
 
 
 def measure(
@@ -137,7 +82,7 @@ def measure(
 
 def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[float, float]:
     """Seconds to the first token: of the prefill engine by itself, and of the pair."""
-    prefill, decode = (engine.url for engine in arm.engines)
+    prefill, decode = arm.urls
     # Not timed: wakes what slept while the pair was stopped, the engines and then what links them.
     for url in (prefill, decode):
         client.complete(url, _prompt(rng, MIN_TOKENS), 2)

@@ -1,15 +1,11 @@
 """`stateferry bench`: numbers, with the arms interleaved in one run."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from stateferry.bench import (
@@ -22,19 +18,20 @@ from stateferry.bench import (
     SCATTERED,
     UNMERGED,
     Measured,
+    arm_spec,
     measure,
     measure_plans,
     started_arms,
 )
+from stateferry.bench.arms import TRANSPORTS
+from stateferry.cli.bench_engines import agentx, agentx_sessions, handoff, interference
+from stateferry.cli.bench_footprint import footprint
+from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
 from stateferry.cli.bench_transport import transport as bench_transport
 from stateferry.cli.starting import shown_progress
-from stateferry.errors import ConfigError
 from stateferry.models import RECALL_GDN
-from stateferry.stack.host import commit, host_facts
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, with every arm in the same run.")
-
-TRANSPORTS = ("cma", "nixl", "mooncake")
 
 bench_app.command("transport")(bench_transport)
 
@@ -49,26 +46,22 @@ def added_latency(
         bool, typer.Option("--in-tree/--no-in-tree", help="An arm with vLLM's own NixlConnector.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Of lengths and prompts.")] = 0,
-    log_folder: Annotated[Path | None, typer.Option(help="Keep the engines' logs here.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    log_folder: LogOption = None,
+    json_output: JsonOption = False,
+    report: ReportOption = None,
 ) -> None:
     """Time that two engines add to one engine's first token, at 20 to 1,200 prompt tokens.
 
     Starts two engines per arm with the bundled model; nothing else should run on the machine.
     """
-    names = transport or ["cma", "nixl"]
-    unknown = [name for name in names if name not in TRANSPORTS]
-    if unknown:
-        raise ConfigError(f"unknown transport {unknown[0]!r}; known: {', '.join(TRANSPORTS)}")
+    specs = [arm_spec(name) for name in (*(transport or ("cma", "nixl")), *(["in-tree"] if in_tree else []))]
     screen = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         shown_progress(screen) as starting,
-        started_arms(RECALL_GDN, names, in_tree, log_folder, starting) as arms,
-        Progress(*columns, console=screen) as progress,
+        started_arms(RECALL_GDN, specs, log_folder, starting) as arms,
+        counting(screen, "rounds", requests) as done,
     ):
-        task = progress.add_task("rounds", total=requests)
-        result = measure(arms, requests, seed, lambda done: progress.update(task, completed=done))
+        result = measure(arms, requests, seed, done)
     summary = result.summary()
     table = Table(title=f"Seconds added to one engine's first token ({MIN_TOKENS} to {MAX_TOKENS} tokens)")
     for column in ("arm", "requests", "median", "90th percentile", "worst"):
@@ -77,43 +70,35 @@ def added_latency(
         label = "one engine: its own time" if name == ONE_ENGINE else name
         figures = (f"{row[key]:.3f}" for key in ("median_s", "p90_s", "worst_s"))
         table.add_row(label, str(row["requests"]), *figures)
-    (Console(stderr=True) if json_output else Console()).print(table)
-    if json_output:
-        facts = {
-            "host": host_facts(),
-            "commit": commit(),
-            "date": date.today().isoformat(),
-            "seed": seed,
-        }
-        rounds = {"lengths": result.lengths, **{name: asdict(t) for name, t in result.arms.items()}}
-        print(json.dumps({"bench": "added-latency", "arms": summary, "rounds": rounds, **facts}))
+    rounds = {"lengths": result.lengths, **{name: asdict(t) for name, t in result.arms.items()}}
+    kept = {"arms": summary, "rounds": rounds, "seed": seed}
+    finish("added-latency", kept, [table], json_output, report)
 
 
 @bench_app.command("plan")
 def plan(
     rounds: Annotated[int, typer.Option(help="Times that every arm runs.", min=5)] = 15,
     seed: Annotated[int, typer.Option(help="Of block ids and of the order of the arms.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    json_output: JsonOption = False,
+    report: ReportOption = None,
 ) -> None:
     """Time to plan a pair of ranks, and to lay the plan over a request, for Kimi-Linear and Kimi-K3.
 
     Needs no engine and no memory for caches. Takes seconds.
     """
-    screen = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen) as progress:
-        task = progress.add_task("rounds", total=rounds)
-        measured = measure_plans(
-            rounds=rounds, seed=seed, on_round=lambda n: progress.update(task, completed=n)
-        )
-    console = screen if json_output else Console()
-    for table in _plan_tables(measured):
-        console.print(table)
-    if json_output:
-        facts = {"host": host_facts(), "commit": commit(), "date": date.today().isoformat(), "seed": seed}
-        targets = {"apply_ms": APPLY_TARGET_MS, "first_plan_ms": FIRST_PLAN_TARGET_MS}
-        cases = [result.summary() for result in measured]
-        print(json.dumps({"bench": "plan", "rounds": rounds, "targets": targets, "cases": cases, **facts}))
+    with counting(Console(stderr=True), "rounds", rounds) as done:
+        measured = measure_plans(rounds=rounds, seed=seed, on_round=done)
+    targets = {"apply_ms": APPLY_TARGET_MS, "first_plan_ms": FIRST_PLAN_TARGET_MS}
+    cases = [result.summary() for result in measured]
+    kept = {"rounds": rounds, "targets": targets, "cases": cases, "seed": seed}
+    finish("plan", kept, _plan_tables(measured), json_output, report)
+
+
+bench_app.command("footprint")(footprint)
+bench_app.command("handoff")(handoff)
+bench_app.command("interference")(interference)
+bench_app.command("agentx")(agentx)
+bench_app.command("agentx-sessions")(agentx_sessions)
 
 
 def _plan_tables(measured: Sequence[Measured]) -> list[Table]:

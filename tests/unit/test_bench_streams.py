@@ -1,0 +1,120 @@
+"""The client that notes when every token came, against a server that answers what it is told."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from stateferry.bench.interference import ALONE, ARRIVING, PREFILL, Repeat, gaps_by_window, summary
+from stateferry.bench.streams import Pair, Streamed, Streams
+from stateferry.stack import PREFILL_PARAMS
+
+PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def stream(*counts: int, end: str = "length") -> httpx.Response:
+    """Events of so many tokens each."""
+    events = [{"choices": [{"token_ids": [7] * n, "finish_reason": None}]} for n in counts]
+    events.append({"choices": [{"token_ids": [], "finish_reason": end}]})
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    return httpx.Response(200, text=f"{text}data: [DONE]\n\n")
+
+
+def ask(handler: Handler, where: str | Pair, tokens: int = 3, **more: Any) -> Streamed:
+    async def run() -> Streamed:
+        async with Streams(transport=httpx.MockTransport(handler)) as streams:
+            return await streams.ask(where, [1, 2, 3], tokens, **more)
+
+    return asyncio.run(run())
+
+
+def body(request: httpx.Request) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(request.content)
+    return found
+
+
+def test_every_token_has_a_moment_also_when_several_come_at_once() -> None:
+    seen: list[int] = []
+    got = ask(lambda _: stream(1, 2), "http://d", on_token=lambda a: seen.append(len(a.token_s)))
+    assert (len(got.token_s), len(got.gaps_s), got.error, got.prompt_tokens) == (3, 2, "", 3)
+    assert seen == [1, 3]
+    assert got.first_token_s is not None
+    assert got.first_token_s >= 0
+    assert got.gaps_s == sorted(got.gaps_s, key=lambda gap: gap >= 0)
+
+
+def test_a_pair_is_asked_as_a_router_does_and_lengths_are_exact() -> None:
+    asked = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.host, body(request), request.headers.get("X-Correlation-ID")))
+        if request.url.host == "p":
+            return httpx.Response(200, json={"choices": [], "kv_transfer_params": PARAMS})
+        return stream(1, 1, 1)
+
+    got = ask(handler, ("http://p", "http://d"), headers={"X-Correlation-ID": "tree-1"})
+    (first, prefill, name), (second, decode, other_name) = asked
+    assert (first, second, name, other_name) == ("p", "d", "tree-1", "tree-1")
+    assert (prefill["max_tokens"], prefill["kv_transfer_params"]) == (1, dict(PREFILL_PARAMS))
+    assert (decode["max_tokens"], decode["min_tokens"], decode["ignore_eos"]) == (3, 3, True)
+    assert (decode["kv_transfer_params"], decode["prompt"], decode["stream"]) == (PARAMS, [1, 2, 3], True)
+    assert got.prefill_s is not None
+    assert got.first_token_s is not None
+    assert got.first_token_s >= got.prefill_s
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (lambda _: httpx.Response(503, text="full"), "HTTP 503: full"),
+        (lambda _: stream(1, end="error"), "gave the request up"),
+        (lambda _: httpx.Response(200, text='data: {"error": "lost"}\n\n'), "gave the request up: lost"),
+        (lambda _: httpx.Response(200, text="data: {damaged\n\n"), "http://d"),
+    ],
+)
+def test_whatever_a_server_does_is_an_error_of_that_request_only(handler: Handler, words: str) -> None:
+    assert words in ask(handler, "http://d").error
+
+
+def test_a_prefill_leg_without_an_offer_is_an_error() -> None:
+    got = ask(lambda _: httpx.Response(200, json={"choices": []}), ("http://p", "http://d"))
+    assert "no kv_transfer_params" in got.error
+    assert got.first_token_s is None
+
+
+def test_a_gap_belongs_to_the_window_in_which_it_ended() -> None:
+    """Marks at 0, 10, 20 and 30: a stall from before a mark counts where it was noticed."""
+    found = gaps_by_window([[1.0, 2.0, 11.0, 12.0, 25.0, 31.0], [29.0, 30.0]], (0.0, 10.0, 20.0, 30.0))
+    assert found == {ALONE: [1.0], PREFILL: [9.0, 1.0], ARRIVING: [13.0, 1.0]}
+
+
+def answer(sent_s: float, *token_s: float, error: str = "") -> Streamed:
+    return Streamed(sent_s, 5, list(token_s), error=error)
+
+
+def repeat(gap_s: float) -> Repeat:
+    """A token each second alone, one each `gap_s` seconds later on."""
+    tokens = [float(s) for s in range(11)] + [10 + gap_s * n for n in range(1, 6)]
+    arrivals = [answer(10.0, 10.5), answer(11.0, error="HTTP 500")]
+    return Repeat((0.0, 10.0, 10.0, tokens[-1]), [answer(0.0, *tokens)], arrivals)
+
+
+def test_a_ratio_is_taken_in_each_repeat_and_errors_are_counted() -> None:
+    found = summary([repeat(1.0), repeat(2.0), repeat(3.0)])
+    ratio = found["figures"]["arriving_over_alone_p50"]
+    assert (ratio["least"], ratio["median"], ratio["most"]) == (1.0, 2.0, 3.0)
+    assert found["figures"]["first_token_p50_s"]["median"] == 0.5
+    assert (found["errors"], found["error_texts"]) == (3, ["HTTP 500"])
+    assert found["time_line"]["arrivals_s"] == [[10.0, 10.5]]
+    assert len(found["distributions"]["arriving"]) == 51
+
+
+def test_nothing_measured_is_nothing_and_not_a_good_result() -> None:
+    nothing = Repeat((0.0, 1.0, 1.0, 2.0), [answer(0.0, error="gone")], [])
+    found = summary([nothing])
+    assert found["figures"] == {}
+    assert found["errors"] == 1
