@@ -107,7 +107,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Failures by cause",
-            "peer: it cannot be met. refused: it does not hold the offer any more. lease, deadline: too late.",
+            "peer: it cannot be met. refused: it does not hold the offer any more. "
+            "lease, deadline: too late.",
             "ops",
             {"{{cause}}": rate("stateferry_failures_total", by="cause")},
         ),
