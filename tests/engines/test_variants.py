@@ -1,4 +1,4 @@
-"""The same hand-off over NIXL, without prefix caching, and over two ranks on each side."""
+"""The same hand-off over NIXL and Mooncake, without prefix caching, and over two ranks on each side."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +29,11 @@ def started(stack: Stack, model: Path, *, consumer: dict[str, Any], **spec: Any)
         stack.stop(prefill, decode)
 
 
-def test_over_nixl(stack: Stack, client: Client, random_model: Path) -> None:
-    extra = {"transport": "nixl", **PATIENT}
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_over_another_transport(stack: Stack, client: Client, random_model: Path, transport: str) -> None:
+    if transport == "mooncake":
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)  # or a library of the system is missing
+    extra = {"transport": transport, **PATIENT}
     with started(stack, random_model, extra_config=extra, consumer={}) as (prefill, decode):
         assert_exact(client, prefill, decode, LENGTHS, tokens=4)
 

@@ -15,11 +15,20 @@ needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 
 @pytest.fixture(
     scope="module",
-    params=["memory", "cma", "faults", "faults over memory", pytest.param("nixl", marks=needs_nixl)],
+    params=[
+        "memory",
+        "cma",
+        "faults",
+        "faults over memory",
+        pytest.param("nixl", marks=needs_nixl),
+        "mooncake",
+    ],
     ids=lambda name: name,
 )
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """`faults` without faults is as good as what it wraps: here `cma`, and `memory`."""
+    if request.param == "mooncake":
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)  # or a library of the system is missing
     in_process = {
         "memory": MemoryTransport,
         "faults over memory": lambda: FaultsTransport(inner=MemoryTransport()),

@@ -26,6 +26,7 @@ from stateferry.transport.memory import MemoryTransport
         ("nixl", MemoryKind.CUDA, "nixl"),
         ("cma", MemoryKind.CPU, "cma"),
         ("memory", MemoryKind.CPU, "memory"),
+        ("mooncake", MemoryKind.CPU, "mooncake"),
     ],
 )
 def test_auto_picks_and_a_name_is_kept(name: str, kind: MemoryKind, chosen: str) -> None:
@@ -45,7 +46,8 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
         lambda: create_transport("rdma", TransportOptions()),
     ):
         with pytest.raises(
-            ConfigError, match="unknown transport 'rdma'; known: auto, cma, cudaipc, faults, memory, nixl"
+            ConfigError,
+            match="unknown transport 'rdma'; known: auto, cma, cudaipc, faults, memory, mooncake, nixl",
         ):
             attempt()
 

@@ -22,7 +22,7 @@ QUESTIONS = ((1, 60), (2, 150), (3, 400), (4, 900))
 
 def demo(
     transport: Annotated[
-        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl.")
+        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl, mooncake.")
     ] = "auto",
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the servers' logs here.", show_default=False)

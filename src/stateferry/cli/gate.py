@@ -58,7 +58,7 @@ def gate(
         ),
     ] = None,
     transport: Annotated[
-        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl.")
+        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl, mooncake.")
     ] = "auto",
     chunk_tokens: Annotated[
         int, typer.Option("--chunk-tokens", min=16, help="max_num_batched_tokens of running engines.")

@@ -41,7 +41,10 @@ Model = Annotated[
     ),
 ]
 Transport = Annotated[
-    str | None, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl.", show_default=False)
+    str | None,
+    typer.Option(
+        "--transport", help="What moves the bytes: auto, cma, cudaipc, nixl, mooncake.", show_default=False
+    ),
 ]
 KvHost = Annotated[
     str | None,

@@ -20,7 +20,7 @@ def soak(
     ] = 30.0,
     seed: Annotated[int, typer.Option(help="Of prompts, faults and cancellations.")] = 0,
     transport: Annotated[
-        str, typer.Option(help="What moves the bytes underneath: auto, cma, nixl.")
+        str, typer.Option(help="What moves the bytes underneath: auto, cma, nixl, mooncake.")
     ] = "auto",
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)

@@ -49,7 +49,7 @@ _NEEDS = (
     _Need(
         "mooncake",
         ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
-        "nothing yet: no transport uses it",
+        "transport mooncake, CPU caches over TCP; only where it is asked for",
         Verdict.OK,
         "",
     ),

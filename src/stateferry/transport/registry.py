@@ -25,6 +25,7 @@ _TRANSPORTS = {
     "cudaipc": _Entry("stateferry.transport.cudaipc", "CudaIpcTransport", _CUDA),
     "faults": _Entry("stateferry.transport.faults", "FaultsTransport", _BOTH),
     "memory": _Entry("stateferry.transport.memory", "MemoryTransport", _CPU),
+    "mooncake": _Entry("stateferry.transport.mooncake", "MooncakeTransport", _CPU),
     "nixl": _Entry("stateferry.transport.nixl", "NixlTransport", _BOTH),
 }
 _AUTO = {MemoryKind.CPU: "cma", MemoryKind.CUDA: "cudaipc+nixl"}

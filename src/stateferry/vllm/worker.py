@@ -87,12 +87,13 @@ class WorkerHalf:
         )
         self._device = memory[0].kind
         name = choose(self._config.transport.value, self._device)
+        host = self._config.host
         options = TransportOptions(
+            host=host,
             nixl_backends=self._config.nixl_backends,
             faults=self._config.faults,
             memory_kind=self._device,
         )
-        host = self._config.host
         self._ferry = Ferry(
             FerrySetup(
                 config=self._config,
