@@ -10,16 +10,16 @@ import json
 import platform
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stateferry.bench.transport import CASES, measure
+from stateferry.bench.transport import connected, result, room_for
+from stateferry.bench.transport_cases import made_up, planned
 from stateferry.testing.conformance import CHECKS
 from stateferry.testing.transport_rigs import CudaRig
+from stateferry.transport import MemoryKind
 
 
 def conformance(transport: str, target_device: int) -> dict[str, str]:
@@ -37,24 +37,11 @@ def conformance(transport: str, target_device: int) -> dict[str, str]:
     return found
 
 
-def plain_copy(target_device: int) -> Callable[[int], Callable[[], float]]:
-    """Copies between the two devices (or inside one), timed to the end."""
-
-    def of_size(size_bytes: int) -> Callable[[], float]:
-        source = torch.ones(size_bytes, dtype=torch.uint8, device=f"cuda:{target_device}")
-        target = torch.empty(size_bytes, dtype=torch.uint8, device="cuda:0")
-
-        def copy() -> float:
-            for device in {0, target_device}:
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            target.copy_(source)
-            torch.cuda.synchronize(0)
-            return time.perf_counter() - start
-
-        return copy
-
-    return of_size
+def transports(names: list[str], rounds: int) -> dict[str, Any]:
+    """Made-up hand-offs and planned ones, all arms interleaved."""
+    handoffs = [*made_up(), *planned()]
+    with connected(MemoryKind.CUDA, room_for(handoffs), names) as bench:
+        return dict(result(bench, bench.measure(handoffs, rounds), rounds, MemoryKind.CUDA))
 
 
 def main() -> None:
@@ -68,9 +55,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    transports = arguments.transport or ["cudaipc", "nixl"]
+    names = arguments.transport or ["cudaipc", "nixl"]
     target_device = torch.cuda.device_count() - 1  # another device where there are two
-    result: dict[str, Any] = {
+    found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "host": {
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -80,17 +67,15 @@ def main() -> None:
         },
         "conformance": {},
     }
-    for transport in arguments.conformance or transports:
-        result["conformance"][transport] = conformance(transport, target_device)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    for transport in arguments.conformance or names:
+        found["conformance"][transport] = conformance(transport, target_device)
+        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
     try:
-        with ExitStack() as stack:
-            rigs = {name: stack.enter_context(CudaRig(name, target_device)) for name in transports}
-            result["transport"] = measure(rigs, plain_copy(target_device), CASES, arguments.rounds)
+        found["transport"] = transports(names, arguments.rounds)
     except Exception:
-        result["transport"] = traceback.format_exc()
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+        found["transport"] = traceback.format_exc()
+    arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

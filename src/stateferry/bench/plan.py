@@ -133,7 +133,7 @@ Job = tuple[list[float], Callable[[], float]]
 def _prepared(case: Case, rng: random.Random) -> tuple[Measured, list[Job]]:
     """The case with its counts, and its jobs."""
     rank = case.consumer_size - 1
-    ours, theirs = _layouts(case, rank)
+    ours, theirs = layouts(case, rank, 3 * max(PROMPT_TOKENS))
     tensors = sum(len(layer.tensors) for group in ours.groups for layer in group.layers)
     attention_tokens = ours.groups[-1].block_tokens
     result = Measured(case, len(ours.region_sizes_bytes), tensors, attention_tokens)
@@ -141,33 +141,40 @@ def _prepared(case: Case, rng: random.Random) -> tuple[Measured, list[Job]]:
     jobs: list[Job] = [(result.first_plan_s, lambda: _first_plan_s(ours, theirs[0]))]
     for tokens in PROMPT_TOKENS:
         for arm in ARMS:
-            apply = _Apply(plans[arm != UNMERGED], arm, tuple(_tables(ours, tokens, arm, rng)))
+            apply = _Apply(
+                plans[arm != UNMERGED], arm, tuple(block_tables(ours, tokens, arm == IN_A_ROW, rng))
+            )
             pieces = apply.pieces()
             applied = result.applied[tokens, arm] = Applied(len(pieces), pieces.total_bytes)
             jobs.append((applied.seconds, apply.timed_s))
     return result, jobs
 
 
-def _layouts(case: Case, rank: int) -> tuple[CacheLayout, list[CacheLayout]]:
-    """The consumer rank's layout, and those of the producer ranks that it reads."""
+def layouts(case: Case, rank: int, room_tokens: int) -> tuple[CacheLayout, list[CacheLayout]]:
+    """The consumer rank's layout, and those of the producer ranks that it reads, with room for prompts of so
+    many tokens together."""
     sizes = case.producer_size, case.consumer_size
     model = case.model.packed(sizes, case.dcp_ranks)
-    blocks = 3 * max(PROMPT_TOKENS) // model.groups[-1].block_tokens + 8
+    blocks = room_tokens // model.groups[-1].block_tokens + 8
     packing = Packing(blocks=blocks, block_outermost=case.block_outermost)
     ours = model.layout(rank, case.consumer_size, packing)
     sources = shard.producer_ranks_to_read(ours, case.producer_size)
     return ours, [model.layout(source, case.producer_size, packing) for source in sources]
 
 
-def _tables(layout: CacheLayout, tokens: int, arm: str, rng: random.Random) -> Iterator[tuple[Any, Any]]:
-    """Block ids of a request on both sides, a group at a time."""
+def block_tables(
+    layout: CacheLayout, tokens: int, in_a_row: bool, rng: random.Random
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Block ids of a request on both sides, a group at a time: one after the other, or scattered. No block
+    is in two groups."""
     count = layout.groups[0].layers[0].tensors[0].block_count
-    for group in layout.groups:
-        needed = len(needed_blocks(group, 0, tokens))
-        if arm == IN_A_ROW:
-            yield list(range(1, 1 + needed)), list(range(3, 3 + needed))
-        else:
-            yield rng.sample(range(1, count), needed), rng.sample(range(1, count), needed)
+    ours, theirs = range(1, count), range(3, count)
+    needed = [len(needed_blocks(group, 0, tokens)) for group in layout.groups]
+    sides = [list(ids) if in_a_row else rng.sample(ids, sum(needed)) for ids in (ours, theirs)]
+    start = 0
+    for many in needed:
+        yield sides[0][start : start + many], sides[1][start : start + many]
+        start += many
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,153 +1,211 @@
-"""Bytes and pieces like those of real hand-offs, read from another process: how long, and how near the limit.
+"""Bytes and pieces like those of real hand-offs, read from another process: how long, how near the limit.
 
-No engine takes part. All arms read the same pieces in turn, case by case and round by round; each arm's
-first read of a case is compared byte for byte. The limit is one plain copy of as many bytes.
+No engine takes part. For every hand-off all arms read the same pieces, round by round and in random order,
+and are polled as the ferry polls; each arm's first read is compared byte for byte. The limit is one plain
+copy of as many bytes, which takes its turn like an arm.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import random
+import select
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-
-import numpy as np
+from time import perf_counter, process_time
+from typing import Any
 
 from stateferry.bench.figures import percentile
+from stateferry.bench.transport_cases import Handoff
+from stateferry.bench.transport_memory import Memory, devices, make_memory
+from stateferry.bench.transport_peer import PeerProcess, register_all
 from stateferry.errors import TransportError
 from stateferry.layout.spec import Pieces
-from stateferry.testing.transport_rigs import Link, Rig
-from stateferry.transport import TransferState
+from stateferry.transport import MemoryKind, Peer, TransferState
 
-GAP_BYTES = 4096
-"""Between one piece and the next: nothing may be merged."""
-TIMEOUT_S = 60.0
 LIMIT = "one plain copy"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """How a hand-off looks to a transport."""
-
-    name: str
-    pieces: int
-    piece_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that move."""
-        return self.pieces * self.piece_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """Size of the region that the pieces lie in."""
-        return self.pieces * (self.piece_bytes + GAP_BYTES)
-
-
-CASES = (
-    Case("80 MB in 91 pieces", 91, 857 << 10),
-    Case("181 MB in 98 pieces", 98, 1805 << 10),
-    Case("439 MB in 500 pieces", 500, 857 << 10),
-    Case("262 MB in 4,000 pieces", 4000, 64 << 10),
-)
-"""Kimi-Linear-48B on one rank at about 1,000, 32,000 and 128,000 tokens as vLLM's connectors cut it, and
-what unequal ranks or small blocks make of it."""
+TRANSPORTS = {
+    MemoryKind.CPU: ("cma", "nixl", "mooncake"),
+    MemoryKind.CUDA: ("cudaipc", "nixl"),
+}
+"""The arms there are."""
+CONNECT_S = 30.0
+TIMEOUT_S = 120.0
+QUICK_POLLS = 50
+"""As the ferry does: so many looks without a pause, then one every millisecond."""
+KEPT = ("post_ms", "done_ms", "held_ms", "longest_call_ms", "cpu_ms", "peer_cpu_ms")
 
 
 @dataclass(slots=True)
-class Samples:
-    """One arm's reads of one case, in seconds."""
+class Sample:
+    """One read of one hand-off by one arm. Milliseconds."""
 
-    post_s: list[float] = field(default_factory=list)
-    """How long the calling thread was held by the post."""
-    done_s: list[float] = field(default_factory=list)
-    """From before the post until all bytes were there."""
-    cpu_s: list[float] = field(default_factory=list)
-    """Processor time of the reading process meanwhile; it polls without a pause."""
+    post_ms: float
+    """Until the post returned."""
+    done_ms: float
+    """From before the post until all bytes were known to be there."""
+    held_ms: float
+    """How long the calling thread was inside the transport, post and looks together."""
+    longest_call_ms: float
+    """The longest of these calls."""
+    cpu_ms: float
+    """Processor time of the reading process, all threads."""
+    peer_cpu_ms: float
+    """Processor time of the process that was read from."""
 
-    def summary(self, total_bytes: int, limit_s: float) -> dict[str, float]:
-        """Medians, spread, and the share of the limit that was reached."""
-        done_s = percentile(self.done_s, 50)
+
+@dataclass(slots=True)
+class Measured:
+    """One hand-off: same index, same round."""
+
+    handoff: Handoff
+    limit_ms: list[float] = field(default_factory=list)
+    arms: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, Any]:
+        """As the result file has it."""
+        total = self.handoff.pieces.total_bytes
+        limit = {"done_ms": spread(self.limit_ms), "gb_per_s": _rate(total, self.limit_ms)}
         return {
-            "rounds": len(self.done_s),
-            "post_ms": round(percentile(self.post_s, 50) * 1e3, 4),
-            "done_ms": round(done_s * 1e3, 4),
-            "done_p90_ms": round(percentile(self.done_s, 90) * 1e3, 4),
-            "cpu_ms": round(percentile(self.cpu_s, 50) * 1e3, 4),
-            "gb_per_s": round(total_bytes / done_s / 1e9, 2),
-            "share_of_limit": round(limit_s / done_s, 3),
+            "case": self.handoff.name,
+            "tokens": self.handoff.tokens,
+            "pieces": len(self.handoff.pieces),
+            "bytes": total,
+            "arms": {LIMIT: limit, **{name: self._arm(total, read) for name, read in self.arms.items()}},
         }
 
-
-def scattered(case: Case) -> Pieces:
-    """The case's pieces: in order here, in another order there, none next to another on both sides."""
-    stride = case.piece_bytes + GAP_BYTES
-    order = np.random.default_rng(5).permutation(case.pieces)
-    zeros = np.zeros(case.pieces, np.int64)
-    return Pieces(
-        local_regions=zeros,
-        local_offsets=np.arange(case.pieces, dtype=np.int64) * stride,
-        remote_regions=zeros,
-        remote_offsets=order.astype(np.int64) * stride,
-        sizes=np.full(case.pieces, case.piece_bytes, np.int64),
-    )
+    def _arm(self, total: int, read: Sequence[Sample]) -> dict[str, Any]:
+        figures: dict[str, Any] = {key: spread([getattr(one, key) for one in read]) for key in KEPT}
+        figures["gb_per_s"] = _rate(total, [one.done_ms for one in read])
+        shares = [limit / one.done_ms for limit, one in zip(self.limit_ms, read, strict=True)]
+        return figures | {"share_of_limit": spread(shares, 3)}
 
 
-def measure(
-    rigs: Mapping[str, Rig],
-    plain_copy: Callable[[int], Callable[[], float]],
-    cases: Sequence[Case] = CASES,
-    rounds: int = 7,
-    on_read: Callable[[], None] = lambda: None,
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Case -> arm -> figures. `plain_copy(size)` makes a function that copies so much and returns seconds.
-
-    One round before the first is not counted. Raises TransportError when a read fails or brings other
-    bytes than those that are there.
-    """
-    room = max(case.room_bytes for case in cases)
-    links = {name: rig.link((room,)) for name, rig in rigs.items()}
-    result = {}
-    for case in cases:
-        pieces, copy = scattered(case), plain_copy(case.total_bytes)
-        samples = {name: Samples() for name in links}
-        limits = []
-        for number in range(-1, rounds):
-            limit_s = copy()
-            for name, link in links.items():
-                if number < 0:
-                    _proven_read(name, link, case, pieces)
-                else:
-                    _timed_read(name, link, pieces, samples[name])
-                on_read()
-            if number >= 0:
-                limits.append(limit_s)
-        limit_s = percentile(limits, 50)
-        figures = {name: arm.summary(case.total_bytes, limit_s) for name, arm in samples.items()}
-        figures[LIMIT] = {
-            "rounds": rounds,
-            "done_ms": round(limit_s * 1e3, 4),
-            "gb_per_s": round(case.total_bytes / limit_s / 1e9, 2),
-        }
-        result[case.name] = figures
-    return result
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """Median and extremes."""
+    return {
+        "median": round(percentile(values, 50), digits),
+        "least": round(min(values), digits),
+        "most": round(max(values), digits),
+    }
 
 
-def _timed_read(name: str, link: Link, pieces: Pieces, samples: Samples) -> None:
-    cpu, start = time.process_time(), time.perf_counter()
-    transfer = link.peer.post_read(pieces)
-    posted = time.perf_counter()
-    while transfer.poll() is TransferState.PENDING:
-        if time.perf_counter() - start > TIMEOUT_S:
+def _rate(total_bytes: int, done_ms: Sequence[float]) -> dict[str, float]:
+    return spread([total_bytes / milliseconds / 1e6 for milliseconds in done_ms], 3)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Arms that are connected to one peer."""
+
+    memory: Memory
+    process: PeerProcess
+    arms: dict[str, Peer]
+    left_out: dict[str, str]
+    """Why transports that were asked for take no part."""
+
+    def measure(
+        self,
+        handoffs: Sequence[Handoff],
+        rounds: int,
+        seed: int = 0,
+        on_read: Callable[[], None] = lambda: None,
+    ) -> list[Measured]:
+        """`rounds` rounds a hand-off, after one that is compared and not counted. `on_read` is called after
+        each turn of an arm or the limit.
+
+        Raises TransportError when a read fails or brings other bytes than those that are there.
+        """
+        rng = random.Random(seed)
+        found = []
+        for handoff in handoffs:
+            measured = Measured(handoff, arms={name: [] for name in self.arms})
+            for number in range(-1, rounds):
+                for name in rng.sample([LIMIT, *self.arms], len(self.arms) + 1):
+                    self._turn(name, handoff, measured if number >= 0 else None)
+                    on_read()
+            found.append(measured)
+        return found
+
+    def _turn(self, name: str, handoff: Handoff, measured: Measured | None) -> None:
+        """One read or plain copy. Without `measured`, the read is proven."""
+        if name == LIMIT:
+            seconds = self.memory.plain_copy(handoff.pieces.total_bytes)
+            if measured is not None:
+                measured.limit_ms.append(1000 * seconds)
+        elif measured is not None:
+            measured.arms[name].append(self._read(name, handoff.pieces))
+        else:
+            self.memory.clear(handoff.pieces)
+            self._read(name, handoff.pieces)
+            wrong = self.memory.wrong_pieces(handoff.pieces)
+            if wrong:
+                raise TransportError(f"{name}, {handoff.name}: {wrong} of {len(handoff.pieces)} pieces wrong")
+
+    def _read(self, name: str, pieces: Pieces) -> Sample:
+        peer_cpu = self.process.cpu_s()
+        timed = timed_read(name, self.arms[name], pieces)
+        timed.peer_cpu_ms = 1000 * (self.process.cpu_s() - peer_cpu)
+        return timed
+
+
+def timed_read(name: str, peer: Peer, pieces: Pieces) -> Sample:
+    """Post one batch and poll it as the ferry does, `peer_cpu_ms` left out. Raises TransportError when it
+    fails or does not end."""
+    pause = select.poll()
+    cpu, start = process_time(), perf_counter()
+    transfer = peer.post_read(pieces)
+    called = perf_counter()
+    post = held = longest = called - start
+    looks, state = 0, TransferState.PENDING
+    while True:
+        state = transfer.poll()
+        now = perf_counter()
+        held += now - called
+        longest = max(longest, now - called)
+        if state is not TransferState.PENDING:
+            break
+        if now - start > TIMEOUT_S:
             raise TransportError(f"{name}: not done after {TIMEOUT_S:g} s")
-    done = time.perf_counter()
-    if transfer.poll() is not TransferState.DONE:
+        looks += 1
+        pause.poll(0 if looks < QUICK_POLLS else 1)
+        called = perf_counter()
+    used = process_time() - cpu
+    if state is not TransferState.DONE:
         raise TransportError(f"{name}: {transfer.error}")
-    samples.post_s.append(posted - start)
-    samples.done_s.append(done - start)
-    samples.cpu_s.append(time.process_time() - cpu)
+    return Sample(1000 * post, 1000 * (now - start), 1000 * held, 1000 * longest, 1000 * used, 0.0)
 
 
-def _proven_read(name: str, link: Link, case: Case, pieces: Pieces) -> None:
-    link.local.reset()
-    _timed_read(name, link, pieces, Samples())
-    wrong = link.local.differences(pieces, link.target.content)
-    if wrong:
-        raise TransportError(f"{name}, {case.name}: {'; '.join(wrong)}")
+@contextmanager
+def connected(kind: MemoryKind, room_bytes: int, names: Sequence[str]) -> Iterator[Bench]:
+    """A process to read from, memory to read into, and every transport of `names` that works here.
+
+    Raises EngineError when the process does not start.
+    """
+    ours, theirs = devices(kind)
+    memory = make_memory(kind, room_bytes, ours, theirs)
+    with ExitStack() as made:
+        process = made.enter_context(PeerProcess(kind, room_bytes, names))
+        found, left_out = register_all(list(process.registrations), memory.region, made)
+        arms = {}
+        for name, (transport, _) in found.items():
+            try:
+                arms[name] = transport.connect(process.registrations[name], CONNECT_S)
+            except TransportError as e:
+                left_out[name] = str(e)
+        yield Bench(memory, process, arms, process.left_out | left_out)
+        for peer in arms.values():
+            peer.close()
+
+
+def room_for(handoffs: Sequence[Handoff]) -> int:
+    """Bytes that a region needs for all of them."""
+    return max(handoff.room_bytes for handoff in handoffs)
+
+
+def result(bench: Bench, measured: Sequence[Measured], rounds: int, kind: MemoryKind) -> Mapping[str, Any]:
+    """The whole run as the result file has it, without host and date."""
+    return {
+        "rounds": rounds,
+        "memory": kind.value,
+        "left_out": bench.left_out,
+        "cases": [one.summary() for one in measured],
+    }

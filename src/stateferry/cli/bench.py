@@ -26,6 +26,7 @@ from stateferry.bench import (
     measure_plans,
     started_arms,
 )
+from stateferry.cli.bench_transport import transport as bench_transport
 from stateferry.cli.starting import shown_progress
 from stateferry.errors import ConfigError
 from stateferry.models import RECALL_GDN
@@ -33,7 +34,9 @@ from stateferry.stack.host import commit, host_facts
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, with every arm in the same run.")
 
-TRANSPORTS = ("cma", "nixl")
+TRANSPORTS = ("cma", "nixl", "mooncake")
+
+bench_app.command("transport")(bench_transport)
 
 
 @bench_app.command("added-latency")
@@ -53,7 +56,7 @@ def added_latency(
 
     Starts two engines per arm with the bundled model; nothing else should run on the machine.
     """
-    names = transport or list(TRANSPORTS)
+    names = transport or ["cma", "nixl"]
     unknown = [name for name in names if name not in TRANSPORTS]
     if unknown:
         raise ConfigError(f"unknown transport {unknown[0]!r}; known: {', '.join(TRANSPORTS)}")

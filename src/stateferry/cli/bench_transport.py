@@ -1,0 +1,97 @@
+"""`stateferry bench transport`: what moves the bytes of a hand-off, without engines."""
+
+import json
+from collections.abc import Mapping
+from datetime import date
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from stateferry.bench import PROMPT_TOKENS
+from stateferry.bench.transport import TRANSPORTS, connected, result, room_for
+from stateferry.bench.transport_cases import made_up, planned
+from stateferry.errors import ConfigError
+from stateferry.stack.host import commit, host_facts
+from stateferry.transport import MemoryKind
+
+COLUMNS = {
+    "post_ms": "post, ms",
+    "done_ms": "done, ms",
+    "held_ms": "thread held, ms",
+    "longest_call_ms": "longest call, ms",
+    "gb_per_s": "GB/s",
+    "share_of_limit": "of the limit",
+    "cpu_ms": "CPU, ms",
+    "peer_cpu_ms": "peer's CPU, ms",
+}
+
+
+def transport(
+    arm: Annotated[
+        list[str] | None, typer.Option(help="A transport; may be repeated. All that fit, unless said.")
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="A prompt length; may be repeated.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Reads of every arm and hand-off.", min=5)] = 5,
+    memory: Annotated[MemoryKind, typer.Option(help="Where the bytes lie.")] = MemoryKind.CPU,
+    equal_pieces: Annotated[
+        bool, typer.Option("--equal-pieces", help="Made-up hand-offs of equal pieces, too.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of block ids and of the order of the arms.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Time that hand-offs of Kimi-Linear and Kimi-K3 take from process to process, over every transport.
+
+    The limit is one plain copy of as many bytes. Needs about 5 GB of memory for the longest prompts; nothing
+    else should run on the machine.
+
+    Example: stateferry bench transport --arm cma --arm nixl --tokens 8192 --json
+    """
+    names = arm or list(TRANSPORTS[memory])
+    unknown = [name for name in names if name not in TRANSPORTS[memory]]
+    if unknown:
+        known = ", ".join(TRANSPORTS[memory])
+        raise ConfigError(f"unknown arm {unknown[0]!r} for {memory.value} memory; known: {known}")
+    handoffs = planned(prompts=tokens or PROMPT_TOKENS, seed=seed) + (made_up() if equal_pieces else [])
+    screen = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        connected(memory, room_for(handoffs), names) as bench,
+        Progress(*columns, console=screen) as progress,
+    ):
+        reads = len(handoffs) * (rounds + 1) * (len(bench.arms) + 1)
+        task = progress.add_task("reads", total=reads)
+        measured = bench.measure(handoffs, rounds, seed, lambda: progress.advance(task))
+    found = result(bench, measured, rounds, memory)
+    console = screen if json_output else Console()
+    for table in tables(found):
+        console.print(table)
+    for name, why in bench.left_out.items():
+        console.print(f"{name} takes no part: {why}", markup=False)
+    if json_output:
+        facts = {"host": host_facts(), "commit": commit(), "date": date.today().isoformat(), "seed": seed}
+        print(json.dumps({"bench": "transport", **found, **facts}))
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """One for each hand-off: medians."""
+    made = []
+    for case in found["cases"]:
+        tokens = f", {case['tokens']:,} tokens" if case["tokens"] else ""
+        size = f"{case['bytes'] / 1e6:,.0f} MB in {case['pieces']:,} pieces"
+        table = Table(title=f"{case['case']}{tokens}: {size}")
+        table.add_column("arm")
+        for label in COLUMNS.values():
+            table.add_column(label, justify="right")
+        for name, figures in case["arms"].items():
+            table.add_row(name, *(_median(figures.get(key), key) for key in COLUMNS))
+        made.append(table)
+    return made
+
+
+def _median(figure: Mapping[str, float] | None, key: str) -> str:
+    if figure is None:
+        return "1" if key == "share_of_limit" else "-"
+    return f"{figure['median']:.2f}"
