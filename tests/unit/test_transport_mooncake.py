@@ -22,6 +22,7 @@ from stateferry.transport.mooncake import MooncakeTransport
 from stateferry.transport.mooncake_transfer import (
     BYTES_IN_FLIGHT,
     COOKIE_BYTES,
+    MOST_LANES,
     PIECE_BYTES,
     PIECES_IN_FLIGHT,
     POSTS_PER_CALL,
@@ -58,6 +59,7 @@ class Native:
         """Nothing ends until this is taken back."""
         self.refuses = False
         self.looked_at_twice = False
+        self.looks = 0
         self._numbers = itertools.count(1000)
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
@@ -86,6 +88,7 @@ class Native:
         return batch
 
     def transfer_check_status(self, batch: int) -> int:
+        self.looks += 1
         if batch not in self.pending:
             self.looked_at_twice = True
             return -1
@@ -262,6 +265,21 @@ def test_one_call_posts_a_bounded_number(reader: MooncakeTransport, native: list
     assert len(native[1].pending) == POSTS_PER_CALL
     native[1].hold = False
     finish([transfer], 5.0)
+
+
+def test_only_what_may_have_begun_is_looked_at(reader: MooncakeTransport, native: list[Native]) -> None:
+    peer = reader.connect(registration(), 5.0)
+    engine = native[1]
+    engine.hold = True
+    transfer = peer.post_read(pieces(rows(200, 64)))
+    transfer.poll()
+    engine.looks, ended = 0, list(engine.pending)[:50]
+    engine.statuses = dict.fromkeys(ended, 1)
+    transfer.poll()
+    assert engine.looks == len(ended) + MOST_LANES
+    engine.hold = False
+    assert finish([transfer], 5.0) == [TransferState.DONE]
+    assert (HERE[0][: 200 * 64] == THERE[0][: 200 * 64]).all()
 
 
 def failed_with_one_piece_out(
