@@ -22,12 +22,7 @@ ROOM = 1.25
 """Blocks in a cache over those of the longest prompt: they are scattered, and memory is not endless."""
 GAP_BYTES = 4096
 """Between one made-up piece and the next: nothing may be merged."""
-MADE_UP = (
-    ("80 MB in 91 pieces", 91, 857 << 10),
-    ("181 MB in 98 pieces", 98, 1805 << 10),
-    ("439 MB in 500 pieces", 500, 857 << 10),
-    ("262 MB in 4,000 pieces", 4000, 64 << 10),
-)
+MADE_UP = ((91, 857 << 10), (98, 1805 << 10), (500, 857 << 10), (4000, 64 << 10))
 """Kimi-Linear-48B on one rank at about 1,000, 32,000 and 128,000 tokens as vLLM's connectors cut it, and
 what unequal ranks or small blocks make of it."""
 
@@ -67,10 +62,10 @@ def planned(
 def made_up(seed: int = 5) -> list[Handoff]:
     """In order here, in another order there, none next to another on both sides."""
     rng = np.random.default_rng(seed)
-    return [_equal_pieces(name, count, size, rng) for name, count, size in MADE_UP]
+    return [_equal_pieces(count, size, rng) for count, size in MADE_UP]
 
 
-def _equal_pieces(name: str, count: int, size: int, rng: np.random.Generator) -> Handoff:
+def _equal_pieces(count: int, size: int, rng: np.random.Generator) -> Handoff:
     stride = size + GAP_BYTES
     zeros = np.zeros(count, np.int64)
     pieces = Pieces(
@@ -80,4 +75,4 @@ def _equal_pieces(name: str, count: int, size: int, rng: np.random.Generator) ->
         remote_offsets=rng.permutation(count).astype(np.int64) * stride,
         sizes=np.full(count, size, np.int64),
     )
-    return Handoff(name, 0, pieces, count * stride)
+    return Handoff(f"{count} equal pieces of {size >> 10} KiB", 0, pieces, count * stride)

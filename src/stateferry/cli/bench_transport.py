@@ -18,14 +18,14 @@ from stateferry.stack.host import commit, host_facts
 from stateferry.transport import MemoryKind
 
 COLUMNS = {
-    "post_ms": "post, ms",
-    "done_ms": "done, ms",
-    "held_ms": "thread held, ms",
-    "longest_call_ms": "longest call, ms",
+    "post_ms": "post",
+    "done_ms": "done",
+    "held_ms": "held",
+    "longest_call_ms": "longest call",
     "gb_per_s": "GB/s",
     "share_of_limit": "of the limit",
-    "cpu_ms": "CPU, ms",
-    "peer_cpu_ms": "peer's CPU, ms",
+    "cpu_ms": "CPU",
+    "peer_cpu_ms": "peer's CPU",
 }
 
 
@@ -44,7 +44,9 @@ def transport(
 ) -> None:
     """Time that hand-offs of Kimi-Linear and Kimi-K3 take from process to process, over every transport.
 
-    The limit is one plain copy of as many bytes. Needs about 5 GB of memory for the longest prompts; nothing
+    Per arm: until the post returned, until all bytes were there, how long the calling thread was held in all
+    and by the longest call, and the processor time of both processes. The limit is one plain copy of as many
+    bytes. Needs about 5 GB of memory for the longest prompts; nothing
     else should run on the machine.
 
     Example: stateferry bench transport --arm cma --arm nixl --tokens 8192 --json
@@ -76,13 +78,13 @@ def transport(
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """One for each hand-off: medians."""
+    """One for each hand-off: medians, times in milliseconds."""
     made = []
     for case in found["cases"]:
         tokens = f", {case['tokens']:,} tokens" if case["tokens"] else ""
         size = f"{case['bytes'] / 1e6:,.0f} MB in {case['pieces']:,} pieces"
-        table = Table(title=f"{case['case']}{tokens}: {size}")
-        table.add_column("arm")
+        table = Table(title=f"{case['case']}{tokens}: {size}, times in ms")
+        table.add_column("arm", no_wrap=True)
         for label in COLUMNS.values():
             table.add_column(label, justify="right")
         for name, figures in case["arms"].items():
