@@ -1,11 +1,12 @@
 """Engines that all engine tests share. They start once: a pair takes half a minute or more."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines.collector import Collector
 
 from stateferry.models import RECALL_GDN, write_random_checkpoint
 from stateferry.stack import Client, Engine, EngineSpec, Role, Router, Stack
@@ -47,11 +48,23 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def pair(stack: Stack) -> Pair:
-    """Two engines that hand off over the default transport."""
-    extra = {"testing": True}
-    prefill = stack.start(EngineSpec(model=RECALL_GDN, role=Role.PREFILL, extra_config=extra))
-    decode = stack.start(EngineSpec(model=RECALL_GDN, role=Role.DECODE, extra_config=extra))
+def collector() -> Iterator[Collector]:
+    """Where the shared pair exports its traces."""
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def pair(stack: Stack, collector: Collector) -> Pair:
+    """Two engines that hand off over the default transport, traced; other engines are not."""
+    shared = EngineSpec(
+        model=RECALL_GDN,
+        extra_config={"testing": True},
+        args=collector.arguments,
+        env=collector.environment,
+    )
+    prefill = stack.start(replace(shared, role=Role.PREFILL))
+    decode = stack.start(replace(shared, role=Role.DECODE))
     for engine in (prefill, decode):
         engine.wait_ready(START_TIMEOUT_S)
     return Pair(prefill, decode)

@@ -1,10 +1,16 @@
 """`stateferry top` over pages that a real registry made (tests/scheduler/test_metrics.py records them)."""
 
+import fcntl
 import json
+import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -250,3 +256,48 @@ def test_what_cannot_be_watched_is_said(arguments: tuple[str, ...], code: int, s
     assert result.returncode == code
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Where tests run in the background, SIGINT is ignored and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(interrupts: None) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+    code = "from stateferry.cli.main import main; main()"
+    with server(engine("decode_after.txt")) as decode:
+        command = [sys.executable, "-c", code, "top", decode, "--every", "0.1"]
+        process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
+        try:
+            os.close(theirs)
+            seen = read_until(ours, lambda seen: seen.count(b"Slowest") >= 3)
+            process.send_signal(signal.SIGINT)
+            seen += read_until(ours, lambda _: False)
+            code_of_exit = process.wait(timeout=30)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+    assert code_of_exit == 130
+    assert seen.count(b"Slowest") >= 3
+    assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1, "the other screen was not left"
+    assert b"Traceback" not in seen
+
+
+def read_until(descriptor: int, enough: Callable[[bytes], bool]) -> bytes:
+    """What a terminal shows, until there is enough or its program has ended."""
+    seen = b""
+    while not enough(seen):
+        try:
+            new = os.read(descriptor, 65536)
+        except OSError:  # how Linux says that nobody writes any more
+            break
+        if not new:
+            break
+        seen += new
+    return seen
