@@ -166,8 +166,6 @@ class Transport(ABC):
 class TransportOptions:
     """Settings that some transports read. Others ignore them."""
 
-    host: str = "127.0.0.1"
-    """Address of this machine that peers dial, for transports that do not find out by themselves."""
     nixl_backends: tuple[str, ...] = ("UCX",)
     nixl_threads: int = 0
     mori: MoriOptions = field(default_factory=MoriOptions)

@@ -91,7 +91,6 @@ class WorkerHalf:
         rocm = self._device is MemoryKind.CUDA and _on_rocm()
         name = choose(self._config.transport.value, self._device, rocm)
         options = TransportOptions(
-            host=host,
             nixl_backends=self._config.nixl_backends,
             mori=_mori_options(self._config),
             host=host,
