@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check gate soak fuzz clean
+.PHONY: help setup demo test check docs quickstart package gate soak fuzz clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -20,7 +20,19 @@ check: setup ## Lint, formatting, types, size table
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_sizes.py
 
-test: check ## Set-up, checks and the whole test suite (real engines: minutes)
+docs: ## Build the site into site/, links checked; hold deploy files against their schemas
+	@$(PYTHON) tools/setup_site.py
+	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+	@.venv-site/bin/python -m pytest tests/site -q
+
+quickstart: setup ## Run the README's quick start as it is printed (two engines: a minute or two)
+	@$(BIN)/python tools/quickstart.py
+
+package: ## Build a wheel; install it into clean environments, with and without extras (minutes, gigabytes)
+	@$(PYTHON) tools/setup_site.py
+	@.venv-site/bin/python tools/check_package.py $(ARGS)
+
+test: check docs ## Set-up, checks, documentation and the whole test suite (real engines: minutes)
 	$(BIN)/python -m pytest tests -m "not by_hand" --durations=10 $(PYTEST_ARGS)
 
 gate: setup ## The accuracy gate on the bundled model; ARGS=--full for the long one
@@ -33,4 +45,4 @@ soak: setup ## Half an hour of hand-offs with faults and cancellations; ARGS="--
 	@$(BIN)/stateferry soak $(ARGS)
 
 clean: ## Remove .venv and all caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .venv-site site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -161,6 +161,7 @@ def _model_config(name: str, ranks: int) -> Any:
         uses_mrope=False,
         is_encoder_decoder=False,
         is_diffusion=False,
+        enable_sleep_mode=False,
         runner_type="generate",
         supports_multimodal_inputs=False,
         multimodal_config=None,

@@ -60,6 +60,7 @@ def engine_config(
             hf_config=hf_config,
             hf_text_config=SimpleNamespace(mamba_n_groups=1),
             get_total_num_kv_heads=lambda: total_kv_heads,
+            enable_sleep_mode=False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",

@@ -360,6 +360,7 @@ def test_what_is_not_known_is_refused_by_name(spec: Any, word: str) -> None:
         ({"parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size is 2"),
         ({"cache_config__use_replayssm": True}, "--use-replayssm"),
+        ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode"),
     ],
 )
 def test_what_is_not_built_is_refused_by_its_flag(change: dict[str, Any], flag: str) -> None:

@@ -103,6 +103,8 @@ def refuse_unproven(config: VllmConfig) -> None:
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1),
         ("--use-replayssm", cache.use_replayssm or cache.use_kda_recoverssm, False),
+        # Sleeping frees the cache, whose memory is registered once, for an engine's whole life.
+        ("--enable-sleep-mode", config.model_config.enable_sleep_mode, False),
     ):
         if value != allowed:
             raise LayoutError(f"{flag} is {value}: StateFerry only hands off with {allowed} so far")

@@ -1,0 +1,72 @@
+"""Every command that our pages and examples show is one that we have, with options that it takes."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.documented import PAGES, ROOT, code_lines, commands, refused, router_refuses, typed
+
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def problem(words: list[str]) -> str:
+    """What is wrong with a command that somebody may type; empty: nothing."""
+    if words[0] == "stateferry":
+        return refused(words)
+    if words[0] == "vllm-router":
+        return router_refuses(words)
+    unknown = [word for word in words[1:] if "=" not in word and word not in TARGETS]
+    return f"no target {unknown}" if unknown else ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
+    assert {shlex.join(words): found for words in typed(page) if (found := problem(words))} == {}
+
+
+def test_the_pages_show_commands_at_all() -> None:
+    shown = [words for page in PAGES for words in typed(page)]
+    assert len(shown) > 20
+    assert {words[0] for words in shown} == {"stateferry", "vllm-router", "make"}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("stateferry prove", "no command 'prove'"),
+        ("stateferry doctor --prefil-url http://p", "No such option"),
+        ("stateferry demo extra", "unexpected extra argument"),
+        ("stateferry serve prefill", "Missing argument"),
+        ("make everything", "no target"),
+        ("vllm-router --vllm-pd-disaggregation --prefill http://p", "requires --decode"),
+        ("vllm-router --kv-connector pigeon", "invalid choice"),
+        ("vllm-router --selectors a=b", "unknown"),
+    ],
+)
+def test_a_command_that_nobody_can_type_is_noticed(line: str, says: str) -> None:
+    (words,) = commands(line)
+    assert says.lower() in problem(words).lower()
+
+
+def test_shell_is_read_as_a_shell_reads_it() -> None:
+    page = (
+        "```\nstateferry serve decode m \\\n    --port 1 > log 2>&1 &\nmake demo && make test # both\n```\n"
+    )
+    page += "text stateferry nonsense\n\n    $ stateferry version | head\n"
+    found = [words for line in code_lines(page) for words in commands(line)]
+    assert found == [
+        ["stateferry", "serve", "decode", "m", "--port", "1"],
+        ["make", "demo"],
+        ["make", "test"],
+        ["stateferry", "version"],
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_shell_blocks_are_shell(page: Path) -> None:
+    """Blocks that say `sh` are read by the shell itself."""
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        result = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert result.returncode == 0, f"{result.stderr}\n{block}"
