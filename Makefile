@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check docs quickstart package gate soak fuzz clean
+.PHONY: help setup demo test check docs quickstart package compat gate soak fuzz clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -31,6 +31,9 @@ quickstart: setup ## Run the README's quick start as it is printed (two engines:
 package: ## Build a wheel; install it into clean environments, with and without extras (minutes, gigabytes)
 	@$(PYTHON) tools/setup_site.py
 	@.venv-site/bin/python tools/check_package.py $(ARGS)
+
+compat: setup ## Print what of vLLM we touch, and what other versions made of it
+	@$(BIN)/python tools/compat_table.py
 
 test: check docs ## Set-up, checks, documentation and the whole test suite (real engines: minutes)
 	$(BIN)/python -m pytest tests -m "not by_hand" --durations=10 $(PYTEST_ARGS)

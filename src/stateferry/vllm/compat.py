@@ -3,6 +3,8 @@
 `offline*.py` import what only they need, from places where vLLM's engine core finds it.
 """
 
+from typing import Any
+
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -36,5 +38,15 @@ __all__ = [
     "SupportsHMA",
     "get_ip",
     "is_tested",
+    "server_arguments",
     "vllm_version",
 ]
+
+
+def server_arguments(parser: Any) -> Any:
+    """`parser` with every option of vLLM's OpenAI server. Imports the server: not for engine processes."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # moved in 0.33
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    return make_arg_parser(parser)

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from stateferry.errors import ConfigError
+from stateferry.vllm.compat import server_arguments
 from stateferry.vllm.plugin import MODULE, NAME
 
 MAX_REASON = 200
@@ -45,7 +45,7 @@ def make_config(arguments: Sequence[str], tp_size: int | None = None) -> VllmCon
     `--kv-transfer-config` the engine gets ours, as `stateferry serve` gives it. Raises ConfigError.
     """
     try:
-        parsed = make_arg_parser(_Parser()).parse_args(list(arguments))
+        parsed = server_arguments(_Parser()).parse_args(list(arguments))
         if parsed.model_tag is not None:
             parsed.model = parsed.model_tag
         engine_args = AsyncEngineArgs.from_cli_args(parsed)
