@@ -6,6 +6,8 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing vLLM warns about its own dependencies
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
     from stateferry.vllm import plugin
@@ -32,3 +34,15 @@ def test_an_engine_that_may_sleep_is_refused_by_vllm_where_it_asks() -> None:
     """vLLM 0.33 asks the connector's class; its own default answer would be yes."""
     connector = KVConnectorFactory.get_connector_class_by_name(plugin.NAME)
     assert connector.supports_sleep_mode(None) is False
+
+
+@pytest.mark.parametrize(("beside", "hybrid"), [("OffloadingConnector", True), ("LMCacheConnectorV1", False)])
+def test_multi_connector_keeps_hybrid_memory_beside_another_that_takes_it(beside: str, hybrid: bool) -> None:
+    plugin.register()
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in (plugin.NAME, beside)]
+    config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+    )
+    assert MultiConnector.all_children_support_hma(config) is hybrid
