@@ -70,3 +70,24 @@ def test_shell_blocks_are_shell(page: Path) -> None:
     for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         result = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert result.returncode == 0, f"{result.stderr}\n{block}"
+
+
+PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b(?!\.md)")
+"""A word that stands for many: `gate-full-DATE.json`."""
+NAMED = re.compile(r"`((?:benchmarks|deploy|docs|examples|requirements|src|tests|tools)/[\w./*-]+)")
+
+
+def missing(page: str) -> list[str]:
+    """Files and folders of ours that a page names, and that are not there."""
+    named = {name for name in NAMED.findall(page) if not PLACEHOLDER.search(name)}
+    return sorted(name for name in named if not list(ROOT.glob(name.rstrip("./"))))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    assert missing(page.read_text()) == []
+
+
+def test_a_file_that_is_not_there_is_noticed() -> None:
+    page = "`docs/design.md`, `tests/unit/test_bans.py::test_x`, `tools/gone.py` and `deploy/compose`."
+    assert missing(page) == ["tools/gone.py"]
