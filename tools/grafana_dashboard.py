@@ -94,6 +94,30 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             {"{{instance}} {{half}}": gauge("stateferry_open_handoffs", by="instance, half")},
         ),
     ),
+    "Where does the time go, and why do some fail?": (
+        Panel(
+            "Stages of a hand-off, 90 %",
+            "wait: until vLLM has blocks. plan: laying the reads. post: the call that posts them. wire: "
+            "from that call to the last byte.",
+            "s",
+            {
+                "{{stage}}": "histogram_quantile(0.9, sum by (le, stage) "
+                f"(rate(stateferry_stage_seconds_bucket{{{SCOPE}}}[{RATE}])))"
+            },
+        ),
+        Panel(
+            "Failures by cause",
+            "peer: it cannot be met. refused: it holds the offer no more. lease, deadline: too late.",
+            "ops",
+            {"{{cause}}": rate("stateferry_failures_total", by="cause")},
+        ),
+        Panel(
+            "Peers by state",
+            "Producers that this engine knows. failed: it is left alone for a while, then met again.",
+            "short",
+            {"{{instance}} {{state}}": gauge("stateferry_peers", by="instance, state")},
+        ),
+    ),
     "What goes wrong?": (
         Panel(
             "Reads in quarantine",

@@ -96,7 +96,7 @@ def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)  # a busy machine stops for seconds
 def test_damaged_messages_are_messages_or_protocol_errors(data: st.DataObject) -> None:
     frame = bytearray(encode_message(data.draw(st.sampled_from(MESSAGES))))
     for _ in range(data.draw(st.integers(1, 4))):
