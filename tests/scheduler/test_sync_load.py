@@ -280,6 +280,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]]
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_sweep_notices_when(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1.6: what is not placed before the forward shows in the answer."""
     make, settings = MISTAKES[mistake]
     make(monkeypatch)
     with pytest.raises(AssertionError, match="prompt of"):

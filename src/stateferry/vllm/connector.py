@@ -4,11 +4,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
-=======
-from stateferry.config import Config, LoadMode, parse_config
+from stateferry.config import Config, LoadMode
 from stateferry.errors import ConfigError
->>>>>>> 8cc6c5c (load_mode sync: a hand-off is read into a waiting room while its request queues, and placed before the forward of the step that admits it)
 from stateferry.ids import EngineId
 from stateferry.vllm.compat import (
     CacheHitSource,
@@ -45,12 +42,8 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = self._kv_transfer_config
-<<<<<<< HEAD
         config, self._dropin = read_config(vllm_config)
-=======
-        config = parse_config(transfer.kv_connector_extra_config)
         _refuse(config, vllm_config)
->>>>>>> 8cc6c5c (load_mode sync: a hand-off is read into a waiting room while its request queues, and placed before the forward of the step that admits it)
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
