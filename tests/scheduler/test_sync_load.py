@@ -224,7 +224,7 @@ def test_the_response_tells_of_the_hand_off() -> None:
     with sync_pair(HYBRID) as pair:
         request_id = pair.hand_off(prompt_of(11), max_tokens=1)
         received = pair.consumer.finished[request_id].params["stateferry"]["received"]
-        assert (received["outcome"], received["tokens"]) == ("received", 10)
+        assert (received["outcome"], received["tokens"], received["ahead"]) == ("received", 10, True)
         assert received["bytes"]["state"] > 0
 
 

@@ -48,6 +48,8 @@ class Claimable:
     """Ranks in whose waiting room it is, all of it and proven."""
     apart: int = 0
     """Ranks that want blocks first."""
+    ahead: bool = False
+    """It was placed from the waiting room."""
     reports: tuple[Report, ...] = ()
     """One per rank, when it is over."""
 
@@ -227,6 +229,7 @@ class SchedulerHalf:
             logger.exception("defect while pairing the blocks of request %s", request_id)
             problem = f"defect while pairing blocks: {e!r}"
         if in_room:
+            claimable.ahead = True
             self._places.append(Place(request_id, loads, problem))
         else:
             self._loading.add(request_id)
@@ -401,6 +404,7 @@ class SchedulerHalf:
                     "outcome": (worst or reports[0]).outcome.value,
                     "reason": worst.reason if worst else "",
                     "tokens": reports[0].tokens,
+                    **({"ahead": True} if claimable.ahead else {}),
                     "bytes": bytes_by_kind,
                     "pieces": sum(r.pieces for r in reports),
                     "retries": sum(r.retries for r in reports),
