@@ -39,6 +39,13 @@ class MoriBackendName(enum.Enum):
     XGMI = "xgmi"
 
 
+class LoadMode(enum.Enum):
+    """When a consumer's bytes move: after vLLM gave the request blocks, or before."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+
+
 class Auth(enum.Enum):
     """Who may talk to the control sockets."""
 
@@ -72,6 +79,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lease_s: Seconds = 15.0
     """How long a producer keeps a finished request's blocks without hearing from a consumer.
     Renewed every third of it."""
+    load_mode: LoadMode = LoadMode.ASYNC
+    """`async`: vLLM gives a request blocks, and it waits off the step while they are read into. `sync`: it
+    is read into a waiting room while it queues, and runs in the step in which it gets its blocks."""
+    room_mib: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 512
+    """Under `sync`: the most memory of the waiting room, in MiB, of the device that holds the cache. A
+    hand-off that finds no room in it is loaded as under `async`."""
     handshake_timeout_s: Seconds = 10.0
     """A hand-shake that takes longer fails the requests that wait for it."""
     transfer_timeout_s: Seconds = 60.0

@@ -1,4 +1,4 @@
-"""The same hand-off over NIXL and Mooncake, without prefix caching, and over two ranks on each side."""
+"""The same hand-off over NIXL and Mooncake, without prefix caching, over two ranks, and read ahead."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.conftest import PATIENT
+from tests.engines.conftest import PATIENT, START_TIMEOUT_S
 from tests.engines.continuation import assert_exact, random_prompt, same
 
+from stateferry.models import RECALL_GDN
 from stateferry.stack import STATEFERRY_MODULE, Client, EngineSpec, Role, Stack
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -85,3 +86,22 @@ def test_prefix_hits_on_either_side_and_both(stack: Stack, client: Client, pair:
                 assert block_bytes < whole_bytes, "blocks that D had were read again"
             else:
                 whole_bytes = block_bytes
+
+
+def test_sync_loads(stack: Stack, client: Client, pair: Any) -> None:
+    """A decode engine that reads ahead: exact around block borders, and alive after reads that fail."""
+    extra = {"testing": True, "load_mode": "sync", "transport": "faults", "room_mib": 256}
+    decode = stack.start(EngineSpec(model=RECALL_GDN, role=Role.DECODE, name="sync", extra_config=extra))
+    try:
+        decode.wait_ready(START_TIMEOUT_S)
+        assert_exact(client, pair.prefill.url, decode.url, (17, 640, 641), tokens=4)
+        prompt = random_prompt(700, seed=9)
+        alone = client.complete(decode.url, prompt, 4)
+        client.reset_prefix_cache(decode.url)
+        failing = {"faults": [{"kind": "fail_writing"}]}
+        failed = client.handoff(pair.prefill.url, decode.url, prompt, 4, tamper=failing)
+        assert failed.received["outcome"] == "failed"
+        assert failed.decode.token_ids == alone.token_ids
+        assert_exact(client, pair.prefill.url, decode.url, (18,), tokens=4)
+    finally:
+        stack.stop(decode)

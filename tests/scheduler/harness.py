@@ -29,7 +29,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import FinishReason, Request, RequestStatus
 
-from stateferry.session import Load
+from stateferry.session import Load, Place
 from stateferry.vllm.connector import StateFerryConnector
 
 POISON = 0xEE
@@ -75,7 +75,7 @@ class Engine:
     `worker`, `worker_half`, `ferry` and `tap` are the first rank's; the plurals have them all.
     """
 
-    def __init__(self, role: str, model: CacheModel, **settings: Any) -> None:
+    def __init__(self, role: str, model: CacheModel, runner: str = "v1", **settings: Any) -> None:
         self.config = make_config(role, model, **settings)
         self.cache_config, block_size, hash_block_size = make_cache(self.config, model)
         scheduler_class = self.config.scheduler_config.get_scheduler_cls()
@@ -95,7 +95,8 @@ class Engine:
         for rank, tap in enumerate(self.taps):
             half, tensors = make_rank(self.config, self.cache_config, rank, tap)
             self.worker_halves.append(half)
-            self.workers.append(SimulatedWorker(groups_of(self.cache_config, tensors, rank), half))
+            self.workers.append(SimulatedWorker(groups_of(self.cache_config, tensors, rank), half, runner))
+        self.workers[-1].before_forward = self._keep_placed_pages
         handshakes = [pickle.dumps(half.get_handshake_metadata()) for half in self.worker_halves]
         self.connector.set_xfer_handshake_metadata(dict(enumerate(map(pickle.loads, handshakes))))
         self.told: list[dict[str, Any]] = []
@@ -107,6 +108,7 @@ class Engine:
         self.ferry = self.ferries[0]
         self.finished: dict[str, Finish] = {}
         self.loads: list[Load] = []
+        self.places: list[Place] = []
         self.scheduled: dict[str, list[tuple[int, int]]] = {}
         """Per request: (tokens computed before, tokens scheduled) of every step."""
         self.loaded_pages: dict[str, dict[tuple[int, int], list[bytes]]] = {}
@@ -274,25 +276,46 @@ class Engine:
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             done = (computed, output.num_scheduled_tokens[request_id])
             self.scheduled.setdefault(request_id, []).append(done)
-        for load in output.kv_connector_metadata.orders.loads:
-            self.loads.append(load)
+        orders = output.kv_connector_metadata.orders
+        self.loads += orders.loads
+        self.places += orders.places
+        assert output.has_sync_kv_loads == bool(orders.places), "vLLM's hook would come at the wrong time"
+        for load in (*orders.loads, *orders.places):
             tables = self.tables(load.request_id)
             for part in load.groups:
                 positions = slice(part.first_block, part.first_block + len(part.local_block_ids))
-                assert tables[part.group][positions] == list(part.local_block_ids)
+                # A state is also placed in later columns; between them there may be null blocks.
+                assert [i for i in tables[part.group][positions] if i] == list(part.local_block_ids) or set(
+                    part.local_block_ids
+                ) <= set(tables[part.group][part.first_block :])
                 for block in (self.pool.blocks[i] for i in part.local_block_ids):
                     assert not block.is_null, "a load goes to the null block"
-                    assert block.ref_cnt == 1, f"a load goes to block {block.block_id}, which is shared"
-                    assert block.block_hash is None, f"a load goes to block {block.block_id}, which is cached"
+                    owners = 1 + self._hits_in(output, block.block_id, load.request_id)
+                    assert block.ref_cnt == owners, f"a load goes to block {block.block_id}, which is shared"
+                    if load in orders.loads:
+                        assert block.block_hash is None, (
+                            f"a load goes to block {block.block_id}, which is cached"
+                        )
+
+    def _hits_in(self, output: Any, block: int, owner: str) -> int:
+        """Requests that got a block of `owner` in the very step that places it."""
+        new = (r for r in output.scheduled_new_reqs if r.req_id != owner)
+        return sum(block in ids for r in new for ids in r.block_ids)
 
     def _keep_loaded_pages(self, output: Any) -> None:
         for request_id in (output.finished_recving or set()) - output.failed_recving:
-            load = next(load for load in reversed(self.loads) if load.request_id == request_id)
-            self.loaded_pages[request_id] = {
-                (part.group, part.first_block + i): self.pages(part.group, block)
-                for part in load.groups
-                for i, block in enumerate(part.local_block_ids)
-            }
+            self._keep_pages(next(load for load in reversed(self.loads) if load.request_id == request_id))
+
+    def _keep_placed_pages(self, output: Any) -> None:
+        for place in output.kv_connector_metadata.orders.places:
+            self._keep_pages(place)
+
+    def _keep_pages(self, load: Load | Place) -> None:
+        self.loaded_pages[load.request_id] = {
+            (part.group, part.first_block + i): self.pages(part.group, block)
+            for part in load.groups
+            for i, block in enumerate(part.local_block_ids[: len(set(part.remote_block_ids))])
+        }
 
     def _unused_blocks(self) -> set[int]:
         """Blocks that nobody holds and whose contents nobody may find again."""

@@ -1,11 +1,12 @@
 """What vLLM's worker does with a scheduled step, on pages of the simulated model.
 
-Follows the V1 runner: connector orders, then zeroing, block copies, the aligned states' move to the column
-they are written in, the forward, and at the end what the connector has to say.
+Follows vLLM's V1 runner: connector orders, then zeroing, block copies, the aligned states' move to the
+column they are written in, loads that this step needs, the forward, and at the end what the connector has to
+say. The V2 runner shows the connector its orders only after the move.
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +74,11 @@ def groups_of(config: KVCacheConfig, caches: dict[str, Any], rank: int) -> list[
 class SimulatedWorker:
     """One rank. `wrong` says what a forward read that it should not have read."""
 
-    def __init__(self, groups: list[Group], connector: Any) -> None:
+    def __init__(self, groups: list[Group], connector: Any, runner: str = "v1") -> None:
         self.groups = groups
+        self.runner = runner
+        self.before_forward: Callable[[Any], None] = lambda output: None
+        """Called with a step whose loads are in place."""
         self.connector = connector
         self.rows: dict[str, Row] = {}
         self.wrong: list[str] = []
@@ -82,24 +86,31 @@ class SimulatedWorker:
     def execute(self, output: Any) -> ModelRunnerOutput:
         """One step."""
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
-        self.connector.handle_preemptions(metadata)
+        if self.runner == "v1":
+            self.connector.handle_preemptions(metadata)
         self._update_rows(output)
         ids = list(output.num_scheduled_tokens)
         for request_id in ids:
             self._move_states(self.rows[request_id], output.num_scheduled_tokens[request_id])
+        if self.runner == "v2":
+            self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        if output.has_sync_kv_loads:
+            self.connector.start_load_kv(None)
+            self.before_forward(output)
         tokens = [self._forward(request_id, output.num_scheduled_tokens[request_id]) for request_id in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=tokens,
-            kv_connector_output=self._connector_output(metadata, output.finished_req_ids),
+            kv_connector_output=self._connector_output(output),
         )
 
-    def _connector_output(self, metadata: Any, finished: set[str]) -> KVConnectorOutput:
-        self.connector.bind_connector_metadata(metadata)
-        self.connector.start_load_kv(None)
+    def _connector_output(self, output: Any) -> KVConnectorOutput:
+        if not output.has_sync_kv_loads:
+            self.connector.start_load_kv(None)
         self.connector.wait_for_save()
-        results = self.connector.get_transfer_results(finished)
+        results = self.connector.get_transfer_results(output.finished_req_ids)
         news = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
         return KVConnectorOutput(

@@ -4,7 +4,7 @@ import random
 import time
 
 import pytest
-from harness import ATTENTION, HYBRID, Pair
+from harness import ATTENTION, HYBRID, Pair, wait
 from simulated_model import answer
 from steered_transport import TRIES
 from test_boundaries import sweep
@@ -107,4 +107,4 @@ def test_one_rank_of_the_producer_does_not_hold_the_offer_any_more() -> None:
         pair.run_until(lambda: pair.consumer.finished[request_id].reason is not None, "the answer")
         assert request_id not in pair.consumer.loaded_pages
         assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
-        assert pair.producer.ferries[0].counters.released == 1
+        wait(lambda: pair.producer.ferries[0].counters.released == 1, "the release on its way")

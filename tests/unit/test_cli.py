@@ -81,13 +81,15 @@ def test_serve_decode_is_a_consumer_and_takes_every_setting() -> None:
         "7000",
         "--lease-s",
         "2.5",
+        "--load-mode",
+        "sync",
         "--verify",
         "state",
         "--set",
         "retry_interval_s=3",
     )
     assert config["kv_role"] == "kv_consumer"
-    extra = {"port": 7000, "lease_s": 2.5, "verify": "state", "retry_interval_s": 3}
+    extra = {"port": 7000, "lease_s": 2.5, "load_mode": "sync", "verify": "state", "retry_interval_s": 3}
     assert config["kv_connector_extra_config"] == extra
 
 
@@ -115,6 +117,7 @@ def test_other_arguments_go_to_vllm_unchanged() -> None:
         (["--lease-s", "-1"], "lease_s"),
         (["--kv-port", "70000"], "port"),
         (["--verify", "perhaps"], "verify"),
+        (["--load-mode", "later"], "load_mode"),
         (["--set", "colour=red"], "colour"),
         (["--set", "colour"], "key=value"),
         (["--lease-s", "1", "--set", "lease_s=2"], "twice"),
@@ -136,6 +139,9 @@ def test_a_bad_setting_is_refused_with_its_name(arguments: list[str], words: str
         ["serve", "prefill"],
         ["serve", "prefill", "--port", "8100", "m"],
         ["demo", "--transport", "carrier-pigeon"],
+        ["demo", "--load-mode", "later"],
+        ["gate", "--load-mode", "later"],
+        ["gate", "--load-mode", "sync", "--prefill-url", "http://p", "--decode-url", "http://d"],
         ["demo", "--unknown"],
         ["inspect"],
         ["doctor", "--prefill-url", "http://p"],

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from stateferry.cli.showcase import Asked, ask_all
 from stateferry.cli.starting import shown_progress
-from stateferry.config import parse_config
+from stateferry.config import LoadMode, parse_config
 from stateferry.errors import EngineError
 from stateferry.stack import Client, EngineSpec, Role, Stack
 
@@ -24,6 +24,9 @@ def demo(
     transport: Annotated[
         str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl, mooncake.")
     ] = "auto",
+    load_mode: Annotated[
+        str, typer.Option("--load-mode", help="When the decode engine reads: async, sync.")
+    ] = LoadMode.ASYNC.value,
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the servers' logs here.", show_default=False)
     ] = None,
@@ -41,7 +44,7 @@ def demo(
 
     Example: stateferry demo --transport nixl --json
     """
-    extra = {"transport": transport, "testing": True}
+    extra = {"transport": transport, "load_mode": load_mode, "testing": True}
     parse_config(extra)
     from stateferry.models import RECALL_GDN, recall_prompt
 

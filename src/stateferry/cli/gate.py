@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from stateferry.cli.starting import shown_progress
-from stateferry.config import parse_config
+from stateferry.config import LoadMode, parse_config
 from stateferry.errors import ConfigError, StateFerryError
 from stateferry.gate import (
     FULL,
@@ -60,6 +60,9 @@ def gate(
     transport: Annotated[
         str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl, mooncake.")
     ] = "auto",
+    load_mode: Annotated[
+        str, typer.Option("--load-mode", help="Of the decode engine that is started: async, sync.")
+    ] = LoadMode.ASYNC.value,
     chunk_tokens: Annotated[
         int, typer.Option("--chunk-tokens", min=16, help="max_num_batched_tokens of running engines.")
     ] = 2048,
@@ -79,11 +82,13 @@ def gate(
 
     Example: stateferry gate --json
     """
-    parse_config({"transport": transport, "testing": True})
+    parse_config({"transport": transport, "load_mode": load_mode, "testing": True})
     running = _running(prefill_url, decode_url, chunk_tokens)
     subjects = [_subject(name) for name in model] if model else [bundled()]
     if full and not model and running is None:
         subjects += [seeded(family) for family in FULL_FAMILIES]
+    if running is not None and load_mode != LoadMode.ASYNC.value:
+        raise ConfigError("--load-mode is for engines that the gate starts; running ones have theirs")
     if running is not None and len(subjects) > 1:
         raise ConfigError("--model may be given once with --prefill-url: what those engines serve")
     console = Console(stderr=json_output)
@@ -95,6 +100,7 @@ def gate(
             FULL if full else SMALL,
             full=full,
             transport=transport,
+            load_mode=load_mode,
             running=running,
             watcher=_Shown(console),
             log_folder=log_folder,
@@ -156,6 +162,8 @@ class _Shown:
 
 def _show(console: Console, report: GateReport) -> None:
     plans, size = report.structure["plans"], report.structure["bytes"]
+    if report.load_mode != LoadMode.ASYNC.value:
+        console.print(f"\nLoad mode: {report.load_mode}")
     console.print(f"\nStructure: {size:,} bytes of {plans} plans, each planned exactly once", highlight=False)
     for model in report.models:
         _show_model(console, model)

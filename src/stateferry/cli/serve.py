@@ -76,6 +76,14 @@ LeaseS = Annotated[
         show_default=False,
     ),
 ]
+LoadModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--load-mode",
+        help="When a decode engine reads: async (blocks first), or sync (ahead, into a waiting room).",
+        show_default=False,
+    ),
+]
 Verify = Annotated[
     str | None,
     typer.Option("--verify", help="Compare digests of what arrives: off, state, all.", show_default=False),
@@ -96,6 +104,7 @@ def prefill(
     kv_port: KvPort = None,
     auth_key_file: AuthKeyFile = None,
     lease_s: LeaseS = None,
+    load_mode: LoadModeOption = None,
     verify: Verify = None,
     setting: Set = None,
     dry_run: DryRun = False,
@@ -104,7 +113,7 @@ def prefill(
 
     Example: stateferry serve prefill ./model --port 8100 --max-model-len 8192
     """
-    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, verify, setting or [])
+    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or [])
     _serve(Role.PREFILL, model, extra, context.args, dry_run)
 
 
@@ -117,6 +126,7 @@ def decode(
     kv_port: KvPort = None,
     auth_key_file: AuthKeyFile = None,
     lease_s: LeaseS = None,
+    load_mode: LoadModeOption = None,
     verify: Verify = None,
     setting: Set = None,
     dry_run: DryRun = False,
@@ -125,7 +135,7 @@ def decode(
 
     Example: stateferry serve decode ./model --port 8200 --max-model-len 8192 --verify state
     """
-    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, verify, setting or [])
+    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or [])
     _serve(Role.DECODE, model, extra, context.args, dry_run)
 
 
@@ -148,11 +158,19 @@ def _settings(
     kv_port: str | None,
     auth_key_file: str | None,
     lease_s: str | None,
+    load_mode: str | None,
     verify: str | None,
     others: Sequence[str],
 ) -> dict[str, Any]:
     """Our options as `kv_connector_extra_config`, checked. Raises ConfigError."""
-    named = {"transport": transport, "host": kv_host, "port": kv_port, "lease_s": lease_s, "verify": verify}
+    named = {
+        "transport": transport,
+        "host": kv_host,
+        "port": kv_port,
+        "lease_s": lease_s,
+        "load_mode": load_mode,
+        "verify": verify,
+    }
     extra: dict[str, Any] = {key: _value(text) for key, text in named.items() if text is not None}
     if auth_key_file is not None:
         extra["auth_key_file"] = str(Path(auth_key_file).absolute())

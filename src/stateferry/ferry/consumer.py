@@ -10,6 +10,8 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
+from stateferry.ferry.ahead import ReadAhead
+from stateferry.ferry.asking import claim_of, release_of
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.links import Links
@@ -35,13 +37,11 @@ from stateferry.session import (
 )
 from stateferry.transport.base import Peer, Transport
 from stateferry.wire import (
-    Claim,
     ClaimAnswer,
     Claimed,
     DigestAnswer,
     Message,
     Refusal,
-    Release,
     Renewal,
     RenewalAnswer,
     Welcome,
@@ -73,7 +73,9 @@ class ConsumerService:
         memory: LocalMemory,
         tamper: Tamper | None,
         key: ControlKey | None,
+        room: CacheLayout | None = None,
     ) -> None:
+        self.ahead = ReadAhead.into(room)
         self._clock = clock
         self._config = config
         self._layout = layout
@@ -90,6 +92,7 @@ class ConsumerService:
             transport,
             key,
             on_settled=self._link_settled,
+            room=room,
         )
         self.tally = self._links.tally
         self._handoffs: dict[RequestId, Handoff] = {}
@@ -120,6 +123,9 @@ class ConsumerService:
                 self._fail(handoff, link.reason, link.cause)
             elif link.state is LinkState.READY:
                 self._claim(link, handoff)
+        reading = self.ahead.begin(handoff, self._clock.now_s(), self._config.transfer_timeout_s)
+        if reading is not None:
+            self._readings[order.request_id] = reading
 
     def load(self, order: Load, fence: Fence) -> None:
         """Blocks are there: read into them as soon as the links are ready."""
@@ -139,6 +145,7 @@ class ConsumerService:
 
     def close_handoff(self, order: Close) -> None:
         """The request wants nothing more; blocks it was given stay ours until quiet."""
+        self.ahead.close(order.request_id)
         handoff = self._handoffs.get(order.request_id)
         if handoff is None:
             return
@@ -231,17 +238,17 @@ class ConsumerService:
     @property
     def reading_count(self) -> int:
         """Hand-offs that have blocks and are not settled, those in quarantine aside."""
-        return len(self._readings) - self.quarantined_count
+        return sum(not r.quarantined for r in self._readings.values())
 
     @property
     def quarantined_count(self) -> int:
         """Hand-offs past their deadline in whose blocks bytes may still land."""
-        return sum(r.quarantined for r in self._readings.values())
+        return sum(r.quarantined for r in self._readings.values()) + self.ahead.stuck_count
 
     @property
     def open_count(self) -> int:
         """Hand-offs that are not ended, loading or not."""
-        return len(self._handoffs)
+        return len(self._handoffs) + self.ahead.open_count
 
     @property
     def peers(self) -> dict[LinkState, int]:
@@ -266,7 +273,7 @@ class ConsumerService:
             try:
                 reading.advance(
                     {rank: link for rank, link in found.items() if link is not None},
-                    self._layout,
+                    self.ahead.room.layout if reading.ahead and self.ahead.room else self._layout,
                     self._memory,
                     self._config,
                     self._tamper,
@@ -278,10 +285,13 @@ class ConsumerService:
                 handoff.fail(f"defect: {e}", Cause.DEFECT)
             now_s = self._clock.now_s()
             outcome = reading.settle(now_s)
-            if outcome is not None:
+            if outcome is not None and reading.ahead:
+                self._end_ahead(reading, outcome)
+            elif outcome is not None:
                 self._end(handoff, outcome, reading)
             elif reading.overdue(now_s) and not reading.quarantined:
                 self._quarantine(reading, now_s)
+        self.ahead.look_after_stuck()
 
     def tick(self) -> None:
         """Deadlines of links, and of claims and leases: better lost before vLLM gives any blocks."""
@@ -320,11 +330,13 @@ class ConsumerService:
 
         Called again until `open_count` is 0, which a read that never becomes quiet prevents.
         """
+        self.ahead.wind_down()
         for handoff in list(self._handoffs.values()):
             handoff.fail(reason, Cause.DEFECT)
             reading = self._readings.get(handoff.request_id)
-            if reading is None:
+            if reading is None or (reading.ahead and _stilled(reading)):
                 self._lost.append(handoff.request_id)
+                self._readings.pop(handoff.request_id, None)
             elif _stilled(reading):
                 report = self._report(handoff, Outcome.FAILED, reading)
                 self._ended.append(Ended(report, had_blocks=True))
@@ -340,6 +352,7 @@ class ConsumerService:
         """Drop all links. Pending transfers are cancelled where the library can."""
         for reading in self._readings.values():
             reading.cancel()
+        self.ahead.cancel()
         for handoff in list(self._handoffs.values()):
             self._release(handoff, received=False)
         self._links.close()
@@ -367,16 +380,7 @@ class ConsumerService:
 
     def _claim(self, link: Link, handoff: Handoff) -> None:
         link.claims_sent_s[handoff.request_id] = self._clock.now_s()
-        link.send(
-            Claim(
-                epoch=link.address.epoch,
-                transfer_id=handoff.offer.transfer_id,
-                claimant=self._name_for(handoff),
-                tp_rank=self._layout.tp_rank,
-                tp_size=self._layout.tp_size,
-                table_digest=handoff.table_digest,
-            )
-        )
+        link.send(claim_of(handoff, link.address, self._layout, self._name_for(handoff)))
 
     def _renew(self, link: Link, now_s: float) -> None:
         open_here = (self._handoffs[r] for r in link.requests)
@@ -421,10 +425,34 @@ class ConsumerService:
             handoff.failure or "its request was closed",
         )
         self._release(handoff, received=False)
+        if reading.ahead:
+            self.ahead.keep_stuck(reading)
+            self._without(reading)
+
+    def _end_ahead(self, reading: Reading, outcome: Outcome) -> None:
+        """vLLM has given no blocks yet, so nobody there waits to hear of it but our own scheduler half."""
+        if outcome is Outcome.RECEIVED:
+            self._end(reading.handoff, outcome, reading)
+            self.ahead.arrived(reading)
+            return
+        self.ahead.gone(reading)
+        self._release(reading.handoff, received=False)
+        self._without(reading)
+
+    def _without(self, reading: Reading) -> None:
+        """Go on with a hand-off whose read ahead came to nothing."""
+        handoff = reading.handoff
+        del self._readings[handoff.request_id]
+        if handoff.closing:
+            self._end(handoff, Outcome.ABANDONED, None)
+            return
+        self._handoffs[handoff.request_id] = self.ahead.fall_back(reading)
+        if not reading.tried:
+            self._lost.append(handoff.request_id)
 
     def _pending_peers(self) -> set[Peer]:
         parts = (part for reading in self._readings.values() for part in reading.parts)
-        return {part.peer for part in parts if part.restless}
+        return {part.peer for part in parts if part.restless} | self.ahead.pending_peers()
 
     def _release(self, handoff: Handoff, received: bool) -> None:
         if handoff.released:
@@ -434,16 +462,8 @@ class ConsumerService:
             link = self._links.find(handoff.offer.ranks[rank])
             if link is None or rank in handoff.refused:
                 continue
-            link.send(
-                Release(
-                    epoch=link.address.epoch,
-                    transfer_id=handoff.offer.transfer_id,
-                    claimant=self._name_for(handoff),
-                    tp_rank=self._layout.tp_rank,
-                    tp_size=self._layout.tp_size,
-                    received=received,
-                )
-            )
+            name = self._name_for(handoff)
+            link.send(release_of(handoff, link.address, self._layout, name, received))
 
     def _end(self, handoff: Handoff, outcome: Outcome, reading: Reading | None) -> None:
         # The release goes first: the producer's engine steps without pause until it has it.
@@ -463,7 +483,7 @@ class ConsumerService:
         if handoff.cause is Cause.LEASE:
             self.tally.add("stateferry_lease_losses", "consumer")
         report = self._report(handoff, outcome, reading)
-        self._ended.append(Ended(report, had_blocks=reading is not None))
+        self._ended.append(Ended(report, had_blocks=reading is not None and not reading.ahead))
 
     def _report(self, handoff: Handoff, outcome: Outcome, reading: Reading | None) -> Report:
         return report_of(handoff, outcome, reading, self._layout.tp_rank, self._clock)

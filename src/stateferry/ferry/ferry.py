@@ -66,6 +66,8 @@ class FerrySetup:
     """0: the system picks."""
     software: str
     tamper: Tamper | None = None
+    room: CacheLayout | None = None
+    """Where hand-offs wait under `load_mode: sync`; its region is the last of `regions`."""
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -240,6 +242,7 @@ class Ferry:
             setup.memory,
             setup.tamper,
             self._key,
+            setup.room,
         )
         self._counters = producer.ledger.counters
         self._producer, self._consumer = producer, consumer
@@ -357,6 +360,8 @@ class Ferry:
                 consumer.open(open_order)
             for load in orders.loads:
                 consumer.load(load, fence)
+            for request_id in orders.placed:
+                consumer.ahead.placed(request_id, fence)
             for close in orders.closes:
                 consumer.close_handoff(close)
 
@@ -364,11 +369,12 @@ class Ferry:
         self._quarantined_count = consumer.quarantined_count
         self._peers = consumer.peers
         sent, ended, lost = producer.take_finished(), consumer.take_ended(), consumer.take_lost()
-        if not (sent or ended or lost):
+        waiting, apart = consumer.ahead.take()
+        if not (sent or ended or lost or waiting or apart):
             self._count_open(producer, consumer)
             return
         self._log.ended(e.report for e in ended)
-        self._outbox.put(sent, ended, lost, producer.take_kept())
+        self._outbox.put(sent, ended, lost, producer.take_kept(), waiting, apart)
         # After the results: whoever sees that all is over can also take how it ended.
         self._count_open(producer, consumer)
 

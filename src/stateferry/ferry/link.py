@@ -62,6 +62,10 @@ class Link:
     """In what its peer does not fit, when that is the reason."""
     plan: Plan | None = None
     digest_plan: Plan | None = None
+    room: CacheLayout | None = None
+    """Our waiting room, if hand-offs are read into one; the next two plan reads into it."""
+    room_plan: Plan | None = None
+    room_digest_plan: Plan | None = None
     peer: Peer | None = None
     connections: int = 0
     """How many were made; `peer` is the last."""
@@ -173,6 +177,11 @@ class Link:
         compare(ours, theirs)
         self.digest_plan = make_plan(ours, theirs)
         self.plan = make_plan(ours, theirs, merge=False) if config.testing else self.digest_plan
+        if self.room is not None:
+            self.room_digest_plan = make_plan(self.room, theirs)
+            self.room_plan = (
+                make_plan(self.room, theirs, merge=False) if config.testing else self.room_digest_plan
+            )
         self.peer = transport.connect(answer.registration, config.handshake_timeout_s)
         self.connections += 1
 

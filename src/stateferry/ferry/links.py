@@ -40,8 +40,10 @@ class Links:
         transport: Transport,
         key: ControlKey | None,
         on_settled: Callable[[Link], None],
+        room: CacheLayout | None = None,
     ) -> None:
         """`on_settled` hears of every link that has become ready or failed."""
+        self._room = room
         self._context = context
         self._poller = poller
         self._clock = clock
@@ -89,7 +91,8 @@ class Links:
         if len(self._links) >= MAX_LINKS:
             raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
         deadline_s = now_s + self._config.handshake_timeout_s
-        link = Link(address, open_socket(self._context, address, self._key), deadline_s, failures=failures)
+        socket = open_socket(self._context, address, self._key)
+        link = Link(address, socket, deadline_s, failures=failures, room=self._room)
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)
         self._greet(link)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stateferry.ids import RequestId
-from stateferry.session import Kept, Outcome, Report, Results
+from stateferry.session import Kept, Load, Outcome, Report, Results
 
 
 @dataclass(slots=True)
@@ -31,6 +31,8 @@ class Outbox:
         ended: Sequence[Ended],
         lost: Iterable[RequestId],
         kept: Iterable[Kept] = (),
+        waiting: Iterable[Load] = (),
+        apart: Iterable[RequestId] = (),
     ) -> None:
         """Add what happened."""
         with_blocks = [e.report for e in ended if e.had_blocks]
@@ -40,6 +42,8 @@ class Outbox:
                 received=frozenset(r.request_id for r in with_blocks),
                 failed=frozenset(r.request_id for r in with_blocks if r.outcome is not Outcome.RECEIVED),
                 lost=frozenset(lost),
+                waiting=tuple(waiting),
+                apart=frozenset(apart),
                 reports=tuple(e.report for e in ended),
                 kept=tuple(kept),
             )

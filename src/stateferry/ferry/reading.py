@@ -67,6 +67,10 @@ class Reading:
     """Our own digests by producer rank, once the bytes are in; None before, or if none are needed."""
     verified: bool = False
     cancelled: bool = False
+    ahead: bool = False
+    """It reads into the waiting room, before vLLM has given any blocks."""
+    tried: bool = False
+    """Producers were there and the read was to be posted, whatever came of it."""
     quarantined: bool = False
     """Its deadline is over and bytes may still land: nobody gets its blocks before they cannot."""
 
@@ -164,8 +168,10 @@ class Reading:
         try:
             if not self.fence():
                 return
+            self.tried = True
             self.planned_s = clock.now_s()
-            by_link = [_merged_pieces(link.plan, load.groups) for link in links]
+            plans = [link.room_plan if self.ahead else link.plan for link in links]
+            by_link = [_merged_pieces(plan, load.groups) for plan in plans]
             self.bytes_by_group = _check_bytes(layout, load.groups, by_link)
             # Faults are the transport's; what else is ordered is done to the pieces here.
             damage = {key: what for key, what in (offer.tamper or {}).items() if key != "faults"}
@@ -173,7 +179,7 @@ class Reading:
                 for pieces in by_link:
                     memory.fill(concatenate(pieces), 0x00 if damage else 0xFF)
             if config.testing and tamper is not None and damage:
-                by_link = [tamper(damage, layout, link.plan, load.groups) for link in links if link.plan]
+                by_link = [tamper(damage, layout, plan, load.groups) for plan in plans if plan]
                 self.bytes_by_group = tuple(
                     sum(pieces[i].total_bytes for pieces in by_link) for i in range(len(load.groups))
                 )
@@ -226,7 +232,7 @@ class Reading:
             link = links[rank]
             self.expected_digests[rank] = tuple(
                 bytes_digest(pieces, "local", memory.read)
-                for pieces in _plan_pieces(link.digest_plan, groups)
+                for pieces in _plan_pieces(link.room_digest_plan if self.ahead else link.digest_plan, groups)
             )
             link.send(
                 DigestRequest(

@@ -23,7 +23,7 @@ def report_of(
         request_id=handoff.request_id,
         transfer_id=handoff.offer.transfer_id,
         outcome=outcome,
-        reason=_reason(handoff, read),
+        reason=reason_of(handoff, read),
         cause=handoff.cause,
         tokens=handoff.offer.num_tokens,
         groups=tuple(g.group for g in groups),
@@ -44,7 +44,7 @@ def report_of(
     )
 
 
-def _reason(handoff: Handoff, reading: Reading) -> str:
+def reason_of(handoff: Handoff, reading: Reading) -> str:
     """Why it failed: what ended it, and what had gone wrong before that."""
     ended = handoff.failure
     before = next((part.transfer.error for part in reading.parts if part.transfer.error), "")

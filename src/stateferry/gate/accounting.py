@@ -38,7 +38,9 @@ class Accounting:
         self.moved_bytes += sum(by_kind.values())
         length = len(case.prompt)
         found = [] if tokens == length else [f"{tokens} tokens handed off, {length} expected"]
-        return found + self._state(by_kind.get("state", 0)) + self._attention(case, by_kind)
+        # Read ahead of vLLM's look into its cache, all of the prefix comes; what is held is then left aside.
+        ahead = received.get("ahead") is True
+        return found + self._state(by_kind.get("state", 0)) + self._attention(case, by_kind, ahead)
 
     def _state(self, size: int) -> list[str]:
         self.state_bytes = self.state_bytes or size
@@ -50,9 +52,9 @@ class Accounting:
             return [f"{size} bytes of state arrived, {self.state_bytes} did before"]
         return []
 
-    def _attention(self, case: Case, by_kind: Mapping[str, int]) -> list[str]:
+    def _attention(self, case: Case, by_kind: Mapping[str, int], ahead: bool) -> list[str]:
         size = by_kind.get("attention", 0)
-        held = case.hit_tokens if case.hit.on_decode else 0
+        held = case.hit_tokens if case.hit.on_decode and not ahead else 0
         blocks = -(-len(case.prompt) // self._block_tokens) - held // self._block_tokens
         if size % blocks or size == 0:
             return [f"{size} bytes of attention arrived for {blocks} blocks"]

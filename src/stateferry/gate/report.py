@@ -100,6 +100,8 @@ class GateReport:
     structure: dict[str, Any]
     models: tuple[ModelReport, ...]
     seconds: float
+    load_mode: str = "async"
+    """Of the decode engines that were started."""
 
     @property
     def passed(self) -> bool:

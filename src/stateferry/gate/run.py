@@ -109,6 +109,7 @@ def run_gate(
     *,
     full: bool = False,
     transport: str = "auto",
+    load_mode: str = "async",
     running: Running | None = None,
     watcher: Watcher | None = None,
     log_folder: Path | None = None,
@@ -122,7 +123,7 @@ def run_gate(
     models = [
         _running(subject, size, running, transport, watcher)
         if running is not None
-        else _started(subject, size, transport, watcher, log_folder)
+        else _started(subject, size, transport, load_mode, watcher, log_folder)
         for subject in subjects
     ]
     return GateReport(
@@ -133,11 +134,17 @@ def run_gate(
         structure=structure,
         models=tuple(models),
         seconds=round(time.monotonic() - start, 1),
+        load_mode=load_mode,
     )
 
 
 def _started(
-    subject: Subject, size: Size, transport: str, watcher: Watcher, log_folder: Path | None
+    subject: Subject,
+    size: Size,
+    transport: str,
+    load_mode: str,
+    watcher: Watcher,
+    log_folder: Path | None,
 ) -> ModelReport:
     stages = _Stages(watcher)
     with tempfile.TemporaryDirectory(prefix="stateferry-gate-") as scratch, Stack(log_folder) as stack:
@@ -146,6 +153,7 @@ def _started(
             extra: dict[str, Any] = {
                 "testing": True,
                 "transport": transport,
+                "load_mode": load_mode,
                 "lease_s": LEASE_S,
                 "transfer_timeout_s": PATIENCE_S,
                 "handshake_timeout_s": PATIENCE_S,

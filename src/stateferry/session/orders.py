@@ -60,6 +60,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Consumer, `load_mode: sync`: vLLM runs a request in this step whose hand-off waits in the room. The
+    worker half copies it into these blocks before the forward."""
+
+    request_id: RequestId
+    groups: tuple[GroupLoad, ...]
+    problem: str = ""
+    """Why this cannot be done. The request runs in this very step, so the worker must not go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Consumer: the request wants nothing (more) from its offer: release the producer's blocks."""
 
@@ -73,10 +84,14 @@ class Orders:
     grants: tuple[Grant, ...] = ()
     opens: tuple[Open, ...] = ()
     loads: tuple[Load, ...] = ()
+    places: tuple[Place, ...] = ()
+    """Only for the worker half, before the step's forward."""
     closes: tuple[Close, ...] = ()
+    placed: tuple[RequestId, ...] = ()
+    """Only for the ferry, from the worker half: these hand-offs were copied out of the waiting room."""
 
     def __bool__(self) -> bool:
-        return bool(self.grants or self.opens or self.loads or self.closes)
+        return any((self.grants, self.opens, self.loads, self.places, self.closes, self.placed))
 
 
 class Outcome(enum.Enum):
@@ -191,6 +206,11 @@ class Results:
     """Those of `received` whose blocks must not be used."""
     lost: frozenset[RequestId] = frozenset()
     """Consumer: these requests' offers turned out to be worth nothing before blocks were given."""
+    waiting: tuple[Load, ...] = ()
+    """Consumer: arrived in the waiting room. Its local block ids are slots of the room."""
+    apart: frozenset[RequestId] = frozenset()
+    """Consumer: these requests' hand-offs do not wait in the room, for want of room or because their read
+    failed: vLLM must give blocks first."""
     reports: tuple[Report, ...] = ()
     kept: tuple[Kept, ...] = ()
     """Producer: traced requests whose blocks are kept no more."""
@@ -202,6 +222,8 @@ class Results:
             received=self.received | more.received,
             failed=self.failed | more.failed,
             lost=self.lost | more.lost,
+            waiting=self.waiting + more.waiting,
+            apart=self.apart | more.apart,
             reports=self.reports + more.reports,
             kept=self.kept + more.kept,
         )

@@ -20,6 +20,7 @@ from stateferry.config import Config
 from stateferry.ferry import Ferry, FerrySetup
 from stateferry.ids import EngineId, RequestId, new_epoch, new_transfer_id
 from stateferry.layout.blocks import needed_blocks
+from stateferry.layout.room import room_layout, slot_bytes
 from stateferry.layout.spec import CacheLayout, CacheTensor, Group, GroupKind, LayerCache, Loop, Pieces
 from stateferry.session import (
     Clock,
@@ -89,19 +90,22 @@ def wait_until(happened: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 class ArrayMemory:
-    """One numpy region as the ferry's LocalMemory."""
+    """A cache's region, and a waiting room's, as the ferry's LocalMemory."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, room_bytes: int = 0) -> None:
         self.bytes: npt.NDArray[np.uint8] = np.zeros(size_bytes, np.uint8)
+        self.room: npt.NDArray[np.uint8] = np.zeros(room_bytes, np.uint8)
 
     def read(self, region: int, offset: int, size: int) -> memoryview:
         """A view of the bytes."""
-        return self.bytes[offset : offset + size].data
+        return (self.room if region else self.bytes)[offset : offset + size].data
 
     def fill(self, pieces: Pieces, byte: int) -> None:
         """Overwrite the local side of all pieces."""
-        for offset, size in zip(pieces.local_offsets.tolist(), pieces.sizes.tolist(), strict=True):
-            self.bytes[offset : offset + size] = byte
+        for region, offset, size in zip(
+            pieces.local_regions.tolist(), pieces.local_offsets.tolist(), pieces.sizes.tolist(), strict=True
+        ):
+            (self.room if region else self.bytes)[offset : offset + size] = byte
 
 
 class EngineRank:
@@ -117,16 +121,20 @@ class EngineRank:
         clock: Clock | None = None,
         port: int = 0,
         bind_host: str = "127.0.0.1",
+        room_slots: int = 0,
     ) -> None:
+        """`room_slots`: read ahead into a waiting room of so many blocks."""
         self.config = config or Config()
         self.layout = layout or small_layout(engine_id)
-        self.memory = ArrayMemory(self.layout.region_sizes_bytes[0])
-        region = MemoryRegion(self.memory.bytes.ctypes.data, len(self.memory.bytes))
+        self.room = room_layout(self.layout, room_slots * slot_bytes(self.layout)) if room_slots else None
+        room_bytes = self.room.region_sizes_bytes[-1] if self.room is not None else 0
+        self.memory = ArrayMemory(self.layout.region_sizes_bytes[0], room_bytes)
+        arrays = [self.memory.bytes, self.memory.room][: 2 if room_slots else 1]
         self.ferry = Ferry(
             FerrySetup(
                 config=self.config,
                 layout=self.layout,
-                regions=(region,),
+                regions=tuple(MemoryRegion(array.ctypes.data, len(array)) for array in arrays),
                 memory=self.memory,
                 make_transport=lambda: (
                     create_transport(transport, TransportOptions())
@@ -138,6 +146,7 @@ class EngineRank:
                 port=port,
                 software="testing",
                 tamper=tamper if self.config.testing else None,
+                room=self.room,
                 clock=clock or SystemClock(),
             )
         )
@@ -162,12 +171,12 @@ class EngineRank:
 
     def page(self, group: int, block: int) -> bytes:
         """All bytes of one block of a group, tensor by tensor."""
-        parts = []
-        for layer in self.layout.groups[group].layers:
-            for t in layer.tensors:
-                start = t.offset_bytes + block * t.block_stride_bytes
-                parts.append(self.memory.bytes[start : start + t.block_bytes].tobytes())
-        return b"".join(parts)
+        return _page(self.layout, self.memory.bytes, group, block)
+
+    def room_page(self, group: int, slot: int) -> bytes:
+        """As `page`, of a slot of the waiting room."""
+        assert self.room is not None, "make it with room_slots"
+        return _page(self.room, self.memory.room, group, slot)
 
     def offer(
         self, num_tokens: int, block_ids: Sequence[Sequence[int]], request_id: str = "prefill"
@@ -258,3 +267,12 @@ class EngineRank:
                 raise TimeoutError(f"not {what} within {timeout_s:g} s; so far {self._seen}")
         seen, self._seen = self._seen, Results()
         return seen
+
+
+def _page(layout: CacheLayout, memory: npt.NDArray[np.uint8], group: int, block: int) -> bytes:
+    parts = []
+    for layer in layout.groups[group].layers:
+        for t in layer.tensors:
+            start = t.offset_bytes + block * t.block_stride_bytes
+            parts.append(memory[start : start + t.block_bytes].tobytes())
+    return b"".join(parts)

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from stateferry.config import Config, LoadMode
+from stateferry.errors import ConfigError
 from stateferry.ids import EngineId
 from stateferry.vllm.compat import (
     CacheHitSource,
@@ -46,6 +48,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         _log_like_vllm()
         transfer = self._kv_transfer_config
         config, self._dropin = read_config(vllm_config)
+        _refuse(config, vllm_config)
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -182,12 +185,15 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.take_orders(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """For runners that do not call `handle_preemptions`."""
+        """Place hand-offs of requests that this step runs; vLLM calls it before the forward if there are any
+        (`load_mode: sync`). Otherwise for runners that do not call `handle_preemptions`."""
         if self.has_connector_metadata():
             self.handle_preemptions(self._get_connector_metadata())
+            if self._worker is not None:
+                self._worker.place()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only after its load."""
+        """Nothing to wait for: a request runs only after its load, or over bytes that were placed before."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to save: consumers read."""
@@ -211,6 +217,15 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def _half(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a scheduler hook was called in a worker"
         return self._scheduler
+
+
+def _refuse(config: Config, vllm_config: Any) -> None:
+    """Settings that are each right and not shown to be right together."""
+    if config.load_mode is LoadMode.SYNC and vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "key 'load_mode' is 'sync' and --speculative-config is set: drafts run on blocks that no sync "
+            "load was shown to fill. Set 'load_mode' to 'async', or drop --speculative-config"
+        )
 
 
 def _advise(transfer: Any) -> None:

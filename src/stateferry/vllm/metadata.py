@@ -42,6 +42,10 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
     """What happened, by metric and label: to be added."""
     levels: dict[int, dict[Key, int]] = field(default_factory=dict)
     """How things stand on a rank, by metric and label, where that changed."""
+    waiting: tuple[RequestId, ...] = ()
+    """Hand-offs that arrived in a rank's waiting room: a request once for each rank."""
+    apart: tuple[RequestId, ...] = ()
+    """Hand-offs that a rank must be given blocks for, because it has no room or its read failed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
@@ -53,4 +57,6 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
             self.kept + other.kept,
             {key: self.counts.get(key, 0) + other.counts.get(key, 0) for key in keys},
             self.levels | other.levels,
+            self.waiting + other.waiting,
+            self.apart + other.apart,
         )

@@ -12,14 +12,15 @@ from typing import Any
 
 import msgspec
 
-from stateferry.config import Config
+from stateferry.config import Config, LoadMode
 from stateferry.errors import LayoutError, ProtocolError
 from stateferry.ids import EngineId, RequestId, TransferId, new_transfer_id
 from stateferry.layout.blocks import needed_blocks, pair
 from stateferry.layout.spec import Group, GroupKind
-from stateferry.session import Close, Grant, GroupLoad, Load, Open, Orders, Outcome, Report
+from stateferry.session import Close, Grant, GroupLoad, Load, Open, Orders, Outcome, Place, Report
 from stateferry.telemetry import Key
 from stateferry.vllm.compat import RequestStatus
+from stateferry.vllm.destinations import later_columns, not_held
 from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
 from stateferry.vllm.spans import Spans, trace_of
@@ -43,6 +44,12 @@ class Claimable:
     loading: bool = False
     """Blocks were ordered: the offer is used up, whatever becomes of it."""
     lost: bool = False
+    waiting: int = 0
+    """Ranks in whose waiting room it is, all of it and proven."""
+    apart: int = 0
+    """Ranks that want blocks first."""
+    ahead: bool = False
+    """It was placed from the waiting room."""
     reports: tuple[Report, ...] = ()
     """One per rank, when it is over."""
 
@@ -87,6 +94,7 @@ class SchedulerHalf:
         self._grants: list[Grant] = []
         self._opens: list[Open] = []
         self._loads: list[Load] = []
+        self._places: list[Place] = []
         self._closes: list[Close] = []
         self._step = 0
         self._tp_size = tp_size
@@ -176,13 +184,26 @@ class SchedulerHalf:
 
     # -- vLLM schedules it -----------------------------------------------------------------------
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int, bool]:
-        """How many tokens past the local prefix will be loaded. Claims only a live, unused offer."""
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens past the local prefix will be loaded, and whether after this step's forward.
+
+        Claims only a live, unused offer. Under `load_mode: sync` nothing is claimed to be there before it
+        is: None asks vLLM to come again.
+        """
         claimable = self._claimable.get(request.request_id)
         if claimable is None or claimable.loading or claimable.lost:
             return 0, False
         external = claimable.offer.num_tokens - local_tokens
-        return (external, True) if external > 0 else (0, False)
+        if external <= 0:
+            return 0, False
+        if self._config.load_mode is LoadMode.SYNC and claimable.waiting + claimable.apart < self._tp_size:
+            return None, False
+        return external, not self._in_room(claimable)
+
+    def _in_room(self, claimable: Claimable) -> bool:
+        """Whether every rank can place it at once. Where one cannot, all take it as under `async`: a request
+        that runs cannot be taken back in vLLM 0.32, so one whose bytes may yet fail must not run."""
+        return claimable.waiting == self._tp_size
 
     def blocks_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Order the load; or give the offer back when vLLM wants nothing from it."""
@@ -192,29 +213,41 @@ class SchedulerHalf:
             return
         claimable.loading = True
         if external_tokens == 0:
+            claimable.reports = ()  # what was read ahead serves nobody
             self._closes.append(Close(request_id))
             return
-        self._loading.add(request_id)
+        in_room = self._in_room(claimable)
         local_tokens = claimable.offer.num_tokens - external_tokens
         loads: tuple[GroupLoad, ...] = ()
         problem = ""
         # Whatever goes wrong: vLLM waits for these blocks now, so it must hear of them from the ferry.
         try:
-            loads = self._group_loads(claimable.offer, blocks)
+            loads = self._group_loads(claimable.offer, blocks, local_tokens if in_room else None)
         except LayoutError as e:
             problem = str(e)
         except Exception as e:
             logger.exception("defect while pairing the blocks of request %s", request_id)
             problem = f"defect while pairing blocks: {e!r}"
-        self._loads.append(Load(request_id, local_tokens, loads, problem))
+        if in_room:
+            claimable.ahead = True
+            self._places.append(Place(request_id, loads, problem))
+        else:
+            self._loading.add(request_id)
+            self._loads.append(Load(request_id, local_tokens, loads, problem))
 
-    def _group_loads(self, offer: Offer, blocks: Any) -> tuple[GroupLoad, ...]:
+    def _group_loads(self, offer: Offer, blocks: Any, hashed_from: int | None) -> tuple[GroupLoad, ...]:
+        """Destinations and sources. `hashed_from`: vLLM has put its hashes on all blocks from this token on,
+        because the request runs in this step; None: cached blocks are those that have one."""
         loads = []
         for index, group in enumerate(self._groups):
             table = blocks.blocks[index]
             positions = needed_blocks(group, 0, offer.num_tokens) if group.transfers else range(0)
             if group.kind is not GroupKind.STATE:
-                positions = _not_cached(positions, table)
+                positions = (
+                    _not_cached(positions, table)
+                    if hashed_from is None
+                    else not_held(group, positions, table, hashed_from)
+                )
             if not positions:
                 continue
             local_table = [b.block_id for b in table]
@@ -222,17 +255,30 @@ class SchedulerHalf:
                 group, positions, local_table, offer.block_ids[index], offer.first_blocks[index]
             )
             destinations = table[positions.start : positions.stop]
-            taken = next((b.block_id for b in destinations if b.ref_cnt > 1 or b.block_hash), None)
+            hashed = hashed_from is None
+            taken = next(
+                (b.block_id for b in destinations if b.ref_cnt > 1 or (hashed and b.block_hash)), None
+            )
             if taken is not None:
                 raise LayoutError(f"group {index}: block {taken} is cached or shared with another request")
-            loads.append(GroupLoad(index, positions.start, tuple(local.tolist()), tuple(remote.tolist())))
+            ours, theirs = local.tolist(), remote.tolist()
+            if hashed_from is not None and group.kind is GroupKind.STATE:
+                ours += later_columns(group, positions, table)
+                theirs *= len(ours)
+            loads.append(GroupLoad(index, positions.start, tuple(ours), tuple(theirs)))
         return tuple(loads)
 
     def take_metadata(self) -> StateFerryMetadata:
         """This step's orders."""
         self._step += 1
-        orders = Orders(tuple(self._grants), tuple(self._opens), tuple(self._loads), tuple(self._closes))
-        self._grants, self._opens, self._loads, self._closes = [], [], [], []
+        orders = Orders(
+            tuple(self._grants),
+            tuple(self._opens),
+            tuple(self._loads),
+            tuple(self._places),
+            tuple(self._closes),
+        )
+        self._grants, self._opens, self._loads, self._places, self._closes = [], [], [], [], []
         return StateFerryMetadata(self._step, orders)
 
     # -- news from the workers -------------------------------------------------------------------
@@ -242,6 +288,12 @@ class SchedulerHalf:
         for request_id in news.lost:
             if request_id in self._claimable:
                 self._claimable[request_id].lost = True
+        for request_id in news.waiting:
+            if request_id in self._claimable:
+                self._claimable[request_id].waiting += 1
+        for request_id in news.apart:
+            if request_id in self._claimable:
+                self._claimable[request_id].apart += 1
         for report in news.reports:
             claimable = self._claimable.get(report.request_id)
             if claimable is not None:
@@ -352,6 +404,7 @@ class SchedulerHalf:
                     "outcome": (worst or reports[0]).outcome.value,
                     "reason": worst.reason if worst else "",
                     "tokens": reports[0].tokens,
+                    **({"ahead": True} if claimable.ahead else {}),
                     "bytes": bytes_by_kind,
                     "pieces": sum(r.pieces for r in reports),
                     "retries": sum(r.retries for r in reports),

@@ -4,16 +4,16 @@ vLLM calls everything here on the worker's own thread, between and around forwar
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from stateferry.config import Config, control_port
+from stateferry.config import Config, LoadMode, control_port
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
 from stateferry.ids import EngineId, RequestId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
-from stateferry.layout.spec import Pieces
-from stateferry.session import Kept, Report, Results
+from stateferry.layout.room import room_layout
+from stateferry.layout.spec import CacheLayout
+from stateferry.session import Kept, Orders, Place, Report, Results
 from stateferry.telemetry import Key
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
@@ -21,32 +21,11 @@ from stateferry.transport.base import MemoryKind, MemoryRegion, TransportOptions
 from stateferry.transport.mori_options import MoriBackend, MoriOptions
 from stateferry.vllm.compat import KVConnectorTransferResults, vllm_version
 from stateferry.vllm.kv_cache import RegionMemory, describe
+from stateferry.vllm.memory import TorchMemory, room_memory
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
+from stateferry.vllm.placing import Placer
 
 logger = logging.getLogger(__name__)
-
-
-class TorchMemory:
-    """The registered regions as flat byte tensors."""
-
-    def __init__(self, regions: list[RegionMemory]) -> None:
-        self._flat = [r.storage for r in regions]
-
-    def read(self, region: int, offset: int, size: int) -> memoryview:
-        """Bytes as they are now; a copy where the memory is a device's."""
-        return memoryview(self._flat[region][offset : offset + size].cpu().numpy()).cast("B")
-
-    def fill(self, pieces: Pieces, byte: int) -> None:
-        """Overwrite the local side of all pieces."""
-        for region, offset, size in zip(
-            pieces.local_regions.tolist(), pieces.local_offsets.tolist(), pieces.sizes.tolist(), strict=True
-        ):
-            self._flat[region][offset : offset + size] = int(np.array(byte, np.uint8))
-        if self._flat and self._flat[0].is_cuda:
-            import torch
-
-            # What reads into these bytes next runs on a stream that does not wait for this one.
-            torch.cuda.current_stream(self._flat[0].device).synchronize()
 
 
 class WorkerHalf:
@@ -63,6 +42,14 @@ class WorkerHalf:
         self._last_step = 0
         self._reports: tuple[Report, ...] = ()
         self._lost: frozenset[RequestId] = frozenset()
+        self._placer: Placer | None = None
+        """Under `load_mode: sync`, on an engine that consumes."""
+        self._places: tuple[Place, ...] = ()
+        """What is to be copied before this step's forward."""
+        self._placed: set[RequestId] = set()
+        """Loads that vLLM waits for and that were copied out of the room."""
+        self._waiting: tuple[RequestId, ...] = ()
+        self._apart: tuple[RequestId, ...] = ()
         self._tp_rank = 0
         self._kept: tuple[Kept, ...] = ()
         self._told: tuple[dict[Key, int], dict[Key, int]] = ({}, {})
@@ -83,10 +70,14 @@ class WorkerHalf:
             tp_rank=tp_rank,
             tp_size=tp_size,
         )
+        room = self._room(layout, regions)
         memory = tuple(
             MemoryRegion(r.address, r.size_bytes, MemoryKind(r.device), r.device_index) for r in regions
         )
         self._device = memory[0].kind
+        torch_memory = TorchMemory(regions)
+        if room is not None:
+            self._placer = Placer(layout, room, torch_memory)
         host = self._config.host
         rocm = self._device is MemoryKind.CUDA and _on_rocm()
         name = choose(self._config.transport.value, self._device, rocm)
@@ -105,13 +96,14 @@ class WorkerHalf:
                 config=self._config,
                 layout=layout,
                 regions=memory,
-                memory=TorchMemory(regions),
+                memory=torch_memory,
                 make_transport=lambda: create_transport(name, options),
                 host=host,
                 bind_host=self._config.bind_host or host,
                 port=control_port(self._config.port, parallel.data_parallel_index, tp_size, tp_rank),
                 software=f"stateferry/{layout.facts.get('stateferry', '?')} vllm/{vllm_version()}",
                 tamper=tamper if self._config.testing else None,
+                room=room,
             )
         )
         address = self._ferry.start()
@@ -140,7 +132,49 @@ class WorkerHalf:
         if not metadata.orders:
             return
         assert self._ferry is not None, "orders came before register_kv_caches"
-        self._ferry.submit(metadata.orders, self._fence() if metadata.orders.loads else no_fence)
+        orders = metadata.orders if self._placer is None else self._place_late(metadata.orders, self._placer)
+        self._ferry.submit(orders, self._fence() if orders.loads or orders.placed else no_fence)
+
+    def place(self) -> None:
+        """Right before a forward: put hand-offs that wait in the room into the blocks of requests that this
+        step runs. Raises StateFerryError where it must not run; see `Placer.place`."""
+        places, self._places = self._places, ()
+        if not places:
+            return
+        assert self._placer is not None
+        assert self._ferry is not None
+        for order in places:
+            self._placer.place(order.request_id, order.groups, order.problem)
+        self._ferry.submit(Orders(placed=tuple(order.request_id for order in places)), self._fence())
+
+    def _place_late(self, orders: Orders, placer: Placer) -> Orders:
+        """Keep what is for `place`. Loads of what waits here (on another rank it does not) are copied at
+        once and reported; the ferry hears what is left."""
+        self._places = orders.places
+        loads, placed = [], []
+        for load in orders.loads:
+            try:
+                if not placer.has(load.request_id) or load.problem:
+                    loads.append(load)
+                    continue
+                placer.place(load.request_id, load.groups)
+                placed.append(load.request_id)
+            except Exception:  # a defect; the ferry knows no such hand-off any more and fails it
+                logger.exception("could not place the hand-off of request %s", load.request_id)
+                loads.append(load)
+        for close in orders.closes:
+            placer.forget(close.request_id)
+        self._placed.update(placed)
+        return replace(orders, places=(), loads=tuple(loads), placed=tuple(placed))
+
+    def _room(self, layout: CacheLayout, regions: list[RegionMemory]) -> CacheLayout | None:
+        """The waiting room, if this engine wants one; its memory joins `regions`."""
+        consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
+        if self._config.load_mode is LoadMode.ASYNC or not consumes:
+            return None
+        room = room_layout(layout, self._config.room_mib << 20)
+        regions.append(room_memory(regions[0], room.region_sizes_bytes[-1]))
+        return room
 
     def results(self) -> KVConnectorTransferResults:
         """What vLLM may free or use now."""
@@ -148,9 +182,14 @@ class WorkerHalf:
         self._reports += results.reports
         self._lost |= results.lost
         self._kept += results.kept
+        self._apart += tuple(results.apart)
+        self._waiting += tuple(load.request_id for load in results.waiting)
+        if self._placer is not None:
+            self._placer.arrived(results.waiting)
+        placed, self._placed = self._placed, set()
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
-            finished_recving=set(results.received),
+            finished_recving=set(results.received) | placed,
             failed_recving=set(results.failed),
         )
 
@@ -163,7 +202,7 @@ class WorkerHalf:
         levels, counts = ferry.levels(), ferry.counts()
         told_counts, told_levels = self._told
         same = counts == told_counts and levels == told_levels
-        if same and not (self._reports or self._lost or self._kept):
+        if same and not (self._reports or self._lost or self._kept or self._waiting or self._apart):
             return None
         news = StateFerryWorkerMetadata(
             self._reports,
@@ -171,8 +210,11 @@ class WorkerHalf:
             self._kept,
             {k: new for k, n in counts.items() if (new := n - told_counts.get(k, 0))},
             {} if levels == told_levels else {self._tp_rank: levels},
+            self._waiting,
+            self._apart,
         )
         self._reports, self._lost, self._kept, self._told = (), frozenset(), (), (counts, levels)
+        self._waiting, self._apart = (), ()
         return news
 
     def shutdown(self) -> None:
