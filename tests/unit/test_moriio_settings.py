@@ -62,6 +62,7 @@ def test_our_keys_may_stand_beside_them() -> None:
         ({"handshake_port": 7000}, {"port": 7001}),
         ({"defer_timeout": 5}, {"lease_s": 6}),
         ({"transfer_timeout": 5}, {"transfer_timeout_s": 6}),
+        ({"num_workers": 5}, {"mori_num_workers": 6}),
     ],
 )
 def test_one_thing_said_in_both_words_is_refused(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -141,6 +142,20 @@ def test_what_has_no_effect_is_named_in_one_warning() -> None:
     assert "\n" not in moriio.warning
     _, quiet = read(read_mode=True, handshake_port=1234, http_port=1, defer_timeout=3)
     assert quiet.warning == ""
+
+
+@pytest.mark.parametrize(("transport", "rocm"), [("mori", False), ("auto", True)])
+def test_options_of_mori_are_mori_s_where_it_moves_the_bytes(transport: str, rocm: bool) -> None:
+    options = {"backend": "XGMI", "qp_per_transfer": "2", "post_batch_size": 8, "num_workers": "4"}
+    extra = {"read_mode": True, "transport": transport, **options}
+    config, moriio = read_settings(extra, default_host=HOST, environ={}, rocm=rocm)
+    assert config.mori_backend.value == "xgmi"
+    assert config.mori_qp_per_transfer == 2
+    assert config.mori_post_batch_size == 8
+    assert config.mori_num_workers == 4
+    assert moriio.idle == ()
+    _, elsewhere = read_settings({**extra, "transport": "cma"}, default_host=HOST, environ={}, rocm=rocm)
+    assert elsewhere.idle == tuple(options)
 
 
 def test_environment_variables_that_moriio_ignores_are_named() -> None:

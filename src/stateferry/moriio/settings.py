@@ -4,13 +4,13 @@ What has no meaning here is named once; what would change an answer is refused.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from stateferry.config import Config, parse_config
+from stateferry.config import Config, TransportName, parse_config
 from stateferry.errors import ConfigError
 from stateferry.moriio.address import Address
 
@@ -26,8 +26,13 @@ SAME = {
     "handshake_port": "port",
     "defer_timeout": "lease_s",
     "transfer_timeout": "transfer_timeout_s",
+    "backend": "mori_backend",
+    "qp_per_transfer": "mori_qp_per_transfer",
+    "post_batch_size": "mori_post_batch_size",
+    "num_workers": "mori_num_workers",
 }
 """MoRIIO's name and ours, where both say the same thing."""
+FOR_MORI = ("backend", *RDMA)
 OLD_ABORT_VARIABLE = "VLLM_MORIIO_TRANSFER_TIMEOUT_S"
 OLD_VARIABLES = (
     "VLLM_MORIIO_CONNECTOR_READ_MODE",
@@ -69,11 +74,12 @@ def speaks_moriio(extra: Mapping[str, Any]) -> bool:
 
 
 def read_settings(
-    extra: Mapping[str, Any], *, default_host: str, environ: Mapping[str, str]
+    extra: Mapping[str, Any], *, default_host: str, environ: Mapping[str, str], rocm: bool = False
 ) -> tuple[Config, Moriio]:
     """Both sides of a configuration in MoRIIO's words; keys of ours may stand beside them.
 
-    `default_host` is used where neither `host_ip` nor `host` is set. Raises ConfigError that names the key.
+    `default_host` is used where neither `host_ip` nor `host` is set. `rocm`: on this machine the transport
+    `auto` is `mori`. Raises ConfigError that names the key.
     """
     theirs = {key: value for key, value in extra.items() if key in KEYS}
     ours = {key: value for key, value in extra.items() if key not in KEYS}
@@ -82,19 +88,10 @@ def read_settings(
             raise ConfigError(f"{their_key!r} and {our_key!r} in {WHERE} say the same thing: remove one")
     _refuse_write(theirs.get("read_mode", "false"))
     ports = {key: _port(theirs, key, default) for key, default in PORTS.items()}
-    timeouts = {key: _seconds(key, theirs.get(key, default)) for key, default in TIMEOUTS.items()}
-    if "recv_abort_timeout" not in theirs and environ.get(OLD_ABORT_VARIABLE):
-        timeouts["recv_abort_timeout"] = _seconds(OLD_ABORT_VARIABLE, environ[OLD_ABORT_VARIABLE])
-    backend = str(theirs.get("backend", "rdma")).lower()
-    if backend not in BACKENDS:
-        raise ConfigError(f"key 'backend' = {theirs['backend']!r} in {WHERE}: expected 'rdma' or 'xgmi'")
-    for key in RDMA:
-        _whole(theirs, key, RDMA[key])
+    for key, value in _as_ours(theirs, environ).items():
+        ours.setdefault(key, value)
     ours.setdefault("host", theirs.get("host_ip") or default_host)
     ours.setdefault("port", ports["handshake_port"])
-    ours.setdefault("lease_s", timeouts["defer_timeout"])
-    # Two limits on one wait: the earlier one ends it.
-    ours.setdefault("transfer_timeout_s", min(timeouts["transfer_timeout"], timeouts["recv_abort_timeout"]))
     if "auth" not in ours and "auth_key_file" not in ours:
         ours["auth"] = "none"  # as MoRIIO: it has no key. The engine warns of that where others reach it.
     config = parse_config(ours)
@@ -110,7 +107,27 @@ def read_settings(
         )
     proxy = Address(proxy_ip, ports["proxy_ping_port"], 0) if proxy_ip else None
     address = Address(config.host, config.port, ports["notify_port"])
-    return config, Moriio(address, ports["http_port"], proxy, _idle(theirs, environ))
+    by_mori = config.transport is TransportName.MORI or (rocm and config.transport is TransportName.AUTO)
+    keys = ("notify_port", *(() if by_mori else FOR_MORI))
+    idle = (*(key for key in keys if key in theirs), *(name for name in OLD_VARIABLES if name in environ))
+    return config, Moriio(address, ports["http_port"], proxy, idle)
+
+
+def _as_ours(theirs: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Time-outs and MoRI's options under our names, with MoRIIO's defaults."""
+    timeouts = {key: _seconds(key, theirs.get(key, default)) for key, default in TIMEOUTS.items()}
+    if "recv_abort_timeout" not in theirs and environ.get(OLD_ABORT_VARIABLE):
+        timeouts["recv_abort_timeout"] = _seconds(OLD_ABORT_VARIABLE, environ[OLD_ABORT_VARIABLE])
+    backend = str(theirs.get("backend", BACKENDS[0])).lower()
+    if backend not in BACKENDS:
+        raise ConfigError(f"key 'backend' = {theirs['backend']!r} in {WHERE}: expected 'rdma' or 'xgmi'")
+    return {
+        "lease_s": timeouts["defer_timeout"],
+        # Two limits on one wait: the earlier one ends it.
+        "transfer_timeout_s": min(timeouts["transfer_timeout"], timeouts["recv_abort_timeout"]),
+        SAME["backend"]: backend,
+        **{SAME[key]: _whole(theirs, key, default) for key, default in RDMA.items()},
+    }
 
 
 def _refuse_write(read_mode: Any) -> None:
@@ -151,8 +168,3 @@ def _seconds(key: str, value: Any) -> float:
     if seconds > MAX_TIMEOUT_S:
         raise ConfigError(f"{WHERE}.{key} = {value!r}: at most {MAX_TIMEOUT_S:.0f} s")
     return seconds
-
-
-def _idle(theirs: Iterable[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    keys = [key for key in ("notify_port", "backend", *RDMA) if key in theirs]
-    return (*keys, *(name for name in OLD_VARIABLES if name in environ))

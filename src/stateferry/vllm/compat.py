@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -36,6 +37,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "RequestStatus",
     "SupportsHMA",
+    "current_platform",
     "get_ip",
     "is_tested",
     "server_arguments",

@@ -9,7 +9,7 @@ from stateferry.config import Config, parse_config
 from stateferry.ferry.keys import numeric
 from stateferry.layout.spec import Group
 from stateferry.moriio import Moriio, MoriioDialect, Registration, message, read_settings, speaks_moriio
-from stateferry.vllm.compat import get_ip
+from stateferry.vllm.compat import current_platform, get_ip
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ def read_config(vllm_config: Any) -> tuple[Config, DropIn | None]:
     if not speaks_moriio(extra):
         return parse_config(extra), None
     host = "" if extra.get("host_ip") or extra.get("host") else get_ip()
-    config, moriio = read_settings(extra, default_host=host, environ=os.environ)
+    rocm = current_platform.is_rocm()
+    config, moriio = read_settings(extra, default_host=host, environ=os.environ, rocm=rocm)
     return config, DropIn(moriio, vllm_config)
 
 
