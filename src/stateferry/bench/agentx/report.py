@@ -90,7 +90,8 @@ def figures(replayed: Replayed, counted: Counted) -> dict[str, float]:
     if prompt_tokens:
         found["decode_prefix_hit"] = counted.decode_found_tokens / prompt_tokens
     if counted.handoffs:
-        for kind, size in zip(KINDS, counted.bytes_by_kind, strict=True):
+        sorted_bytes = zip(KINDS, counted.bytes_by_kind, strict=True) if any(counted.bytes_by_kind) else ()
+        for kind, size in sorted_bytes:
             found[f"bytes_per_request_{kind}"] = size / counted.handoffs
         found["bytes_per_request"] = (sum(counted.bytes_by_kind) + counted.bytes_unsorted) / counted.handoffs
         warm_s = sum(entry.answer.first_token_s or 0.0 for entry in replayed.warm_ups)
