@@ -148,7 +148,9 @@ def test_every_kept_result_makes_a_page_that_loads_nothing(file: Path) -> None:
     found = Page(text).seen
     assert "script" not in found
     assert "http" not in text.replace("http://www.w3.org", "")
-    if file.stem.startswith(("added-latency", "bench-plan", "interference", "agentx", "handoff")):
+    if file.stem.startswith(
+        ("added-latency", "bench-plan", "bench-transport", "interference", "agentx", "handoff")
+    ):
         assert found["svg"] >= 1
 
 

@@ -1,8 +1,6 @@
 """`stateferry bench transport`: what moves the bytes of a hand-off, without engines."""
 
-import json
 from collections.abc import Mapping
-from datetime import date
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +11,8 @@ from rich.table import Table
 from stateferry.bench import PROMPT_TOKENS
 from stateferry.bench.transport import TRANSPORTS, connected, result, room_for
 from stateferry.bench.transport_cases import made_up, planned
+from stateferry.cli.bench_output import JsonOption, ReportOption, finish
 from stateferry.errors import ConfigError
-from stateferry.stack.host import commit, host_facts
 from stateferry.transport import MemoryKind
 
 COLUMNS = {
@@ -40,7 +38,8 @@ def transport(
         bool, typer.Option("--equal-pieces", help="Made-up hand-offs of equal pieces, too.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of block ids and of the order of the arms.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    json_output: JsonOption = False,
+    report: ReportOption = None,
 ) -> None:
     """Time that hand-offs of Kimi-Linear and Kimi-K3 take from process to process, over every transport.
 
@@ -67,14 +66,9 @@ def transport(
         task = progress.add_task("reads", total=reads)
         measured = bench.measure(handoffs, rounds, seed, lambda: progress.advance(task))
     found = result(bench, measured, rounds, memory)
-    console = screen if json_output else Console()
-    for table in tables(found):
-        console.print(table)
     for name, why in bench.left_out.items():
-        console.print(f"{name} takes no part: {why}", markup=False)
-    if json_output:
-        facts = {"host": host_facts(), "commit": commit(), "date": date.today().isoformat(), "seed": seed}
-        print(json.dumps({"bench": "transport", **found, **facts}))
+        screen.print(f"{name} takes no part: {why}", markup=False)
+    finish("transport", {**found, "seed": seed}, tables(found), json_output, report)
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:

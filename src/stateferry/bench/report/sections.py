@@ -123,32 +123,25 @@ def _handoff(result: Result) -> list[str]:
 
 
 def _transport(result: Result) -> list[str]:
-    """Throughput against size, and how long the caller was held."""
-    rates: dict[str, list[tuple[float, float]]] = {}
-    posts: dict[str, list[tuple[float, float]]] = {}
-    for arms in transport_cases(result).values():
-        for name, row in arms.items():
-            size = row["gb_per_s"] * row["done_ms"] * 1e6
-            rates.setdefault(name, []).append((size / 1e6, row["gb_per_s"]))
-            if "post_ms" in row:
-                posts.setdefault(name, []).append((size / 1e6, row["post_ms"]))
-    found = []
-    for title, rows, y in (
-        ("Throughput against size", rates, "GB/s"),
-        ("How long the post holds its caller", posts, "milliseconds"),
-    ):
-        lines = [Series(name, sorted(points)) for name, points in rows.items()]
-        found.append(line_chart(title, lines, "MB of a hand-off", y, log_x=True, log_y=True))
-    return found
-
-
-def transport_cases(result: Result) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Case -> arm -> figures, wherever a result of the transport bench keeps them."""
-    for key in ("cases", "bench", "results"):
-        cases = result.get(key)
-        if isinstance(cases, Mapping) and all(isinstance(arms, Mapping) for arms in cases.values()):
-            return cases
-    return {}
+    """Throughput against size, and how long the caller was held, over all hand-offs of a result."""
+    rows: dict[str, dict[str, list[tuple[float, float]]]] = {"gb_per_s": {}, "held_ms": {}}
+    for case in result["cases"]:
+        for name, figures in case["arms"].items():
+            for key, arms in rows.items():
+                if figures.get(key):
+                    arms.setdefault(name, []).append((case["bytes"] / 1e6, figures[key]["median"]))
+    titles = {"gb_per_s": ("Throughput against size", "GB/s"), "held_ms": ("Caller held", "milliseconds")}
+    return [
+        line_chart(
+            titles[key][0],
+            [Series(name, sorted(points), line=False) for name, points in arms.items()],
+            "MB of a hand-off",
+            titles[key][1],
+            log_x=True,
+            log_y=True,
+        )
+        for key, arms in rows.items()
+    ]
 
 
 _PLOTS: Mapping[str, Callable[[Result], list[str]]] = {
