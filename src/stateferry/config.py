@@ -161,7 +161,12 @@ def control_port(first: int, data_parallel_index: int, tp_size: int, tp_rank: in
 
 
 def _explain(text: str, extra: Mapping[str, Any]) -> str:
-    """msgspec says "… - at `$.lease_s`"; add the value that was found there."""
-    _, _, path = text.partition("at `$.")
+    """msgspec says "… - at `$.lease_s`"; say the key, the value that was found there and what is allowed."""
+    reason, _, path = text.partition(" - at `$.")
     key = path.rstrip("`").split("[")[0].split(".")[0]
-    return f"key {key!r} = {extra.get(key)!r}: {text}" if key in extra else text
+    if key not in extra:
+        return text
+    kind = next(f.type for f in msgspec.structs.fields(Config) if f.name == key)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        reason = f"expected one of {', '.join(sorted(str(member.value) for member in kind))}"
+    return f"key {key!r} = {extra[key]!r}: {reason}"

@@ -113,16 +113,18 @@ def test_other_arguments_go_to_vllm_unchanged() -> None:
     ("arguments", "words"),
     [
         (["--transport", "carrier-pigeon"], "transport"),
-        (["--lease-s", "soon"], "lease_s"),
-        (["--lease-s", "-1"], "lease_s"),
+        (["--lease-s", "soon"], "--lease-s"),
+        (["--lease-s", "-1"], "--lease-s"),
         (["--kv-port", "70000"], "port"),
         (["--verify", "perhaps"], "verify"),
-        (["--load-mode", "later"], "load_mode"),
+        (["--load-mode", "later"], "--load-mode"),
         (["--set", "colour=red"], "colour"),
         (["--set", "colour"], "key=value"),
         (["--lease-s", "1", "--set", "lease_s=2"], "twice"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config"),
         (["--kv-transfer-config={}"], "--kv-transfer-config"),
+        (["--transport", "foo"], "--transport 'foo': expected one of auto, cma"),
+        (["--kv-port", "99999"], "--kv-port 99999: Expected `int` <= 65535"),
     ],
 )
 def test_a_bad_setting_is_refused_with_its_name(arguments: list[str], words: str) -> None:

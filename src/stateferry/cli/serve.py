@@ -1,11 +1,12 @@
 """`stateferry serve`: vLLM's OpenAI server with our connector configured."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,9 @@ from stateferry.errors import ConfigError, EngineError
 from stateferry.ferry.keys import control_key
 from stateferry.moriio import read_settings, speaks_moriio
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
+
+CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
+"""vLLM's size of the KV cache on CPU, in GiB."""
 
 serve_app = typer.Typer(
     help="""Start one engine: vLLM's OpenAI server with StateFerry as its KV connector.
@@ -181,13 +185,24 @@ def _settings(
         if key in extra:
             raise ConfigError(f"--set {text!r}: {key!r} is given twice")
         extra[key] = _value(value)
-    config = (
-        read_settings(extra, default_host="127.0.0.1", environ=os.environ)[0]
-        if speaks_moriio(extra)
-        else parse_config(extra)
-    )
+    try:
+        config = (
+            read_settings(extra, default_host="127.0.0.1", environ=os.environ)[0]
+            if speaks_moriio(extra)
+            else parse_config(extra)
+        )
+    except ConfigError as e:
+        raise ConfigError(_with_options(str(e), named)) from e
     control_key(config, config.bind_host or config.host)
     return extra
+
+
+def _with_options(text: str, named: Mapping[str, str | None]) -> str:
+    """Call a setting by the option that it was given with."""
+    for key in (key for key, value in named.items() if value is not None):
+        option = {"host": "--kv-host", "port": "--kv-port"}.get(key, f"--{key.replace('_', '-')}")
+        text = text.replace(f"kv_connector_extra_config: key {key!r} = ", f"{option} ")
+    return text
 
 
 def _value(text: str) -> Any:
@@ -221,4 +236,21 @@ def _serve(role: Role, model: str, extra: dict[str, Any], arguments: Sequence[st
         file=sys.stderr,
         flush=True,
     )
+    if _for_cpu() and CACHE_GIB not in os.environ:
+        # vLLM would take nearly all of the machine's memory, which leaves none for the other engine.
+        os.environ[CACHE_GIB] = "4"
+        print(
+            f"stateferry: 4 GiB for the KV cache; set {CACHE_GIB} for another size",
+            file=sys.stderr,
+            flush=True,
+        )
     os.execvp(command[0], command)
+
+
+def _for_cpu() -> bool:
+    """Whether the vLLM here is the build for CPUs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
