@@ -125,7 +125,8 @@ def test_kill_leaves_nothing_of_a_server(stack: Stack, tmp_path: Path) -> None:
 
 
 OWNER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and inherited
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 from {module} import FakeServer
@@ -154,7 +155,10 @@ def test_servers_end_when_their_owner_is_killed(tmp_path: Path, number: signal.S
     with process:
         assert session_members(server)
         process.send_signal(number)
-        process.wait()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()  # or leaving the block waits for it
     assert until(lambda: session_members(server) == [])
 
 
