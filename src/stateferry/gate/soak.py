@@ -44,7 +44,12 @@ MUST_FAIL = (
 FAULT_SHARE = 0.05
 CANCEL_SHARE = 0.05
 BLOCKS = 256
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "1000000"}
+ONE_ARENA = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "1000000",
+    # oneDNN keeps the kernels of each new batch shape, 1,024 of them: minutes of growth that is no leak.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+}
 """With several arenas glibc keeps what vLLM's threads free: a plain engine's worker grew by 2 MB a second
 under the same prompts, with and without a connector."""
 PROMPTS = 48
