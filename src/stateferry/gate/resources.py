@@ -8,8 +8,8 @@ from pathlib import Path
 
 from stateferry.stack.guard import session_members
 
-ALLOWED_BYTES = 96 << 20
-"""Allocators and caches still fill in the first minutes: 66 MiB were seen in three of them."""
+ALLOWED_BYTES = 64 << 20
+"""Allocators and caches still fill in the first minutes."""
 ALLOWED_COUNT = 8
 """Of threads and of file descriptors: connections of clients come and go."""
 LEAST_SAMPLES = 9
