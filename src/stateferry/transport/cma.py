@@ -32,6 +32,7 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, batch_ends, cut, resolve_pieces
+from stateferry.transport.registrations import decode_registration
 from stateferry.transport.settling import SettlingTransfer
 
 SLICE_BYTES = 32 << 20
@@ -39,7 +40,6 @@ SLICE_BYTES = 32 << 20
 CALLS_PER_POLL = 8
 """Most system calls that one `poll` makes: bounds it for many small pieces."""
 COOKIE_BYTES = 32
-MAX_REGISTRATION_BYTES = 1 << 20
 
 _Address = Annotated[int, msgspec.Meta(gt=0)]
 _Cookie = Annotated[bytes, msgspec.Meta(min_length=COOKIE_BYTES, max_length=COOKIE_BYTES)]
@@ -116,12 +116,10 @@ class CmaTransport(Transport):
         """As the base says; never blocks."""
         if self.closed:
             raise TransportClosed("cma: connect after close")
-        if len(registration) > MAX_REGISTRATION_BYTES:
-            raise ProtocolError(f"cma registration: {len(registration)} bytes, at most 1 MiB is allowed")
+        blob = decode_registration(self.name, registration, _Registration)
         try:
-            blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
             remote = RegionTable("remote", blob.regions)
-        except (msgspec.DecodeError, ValueError) as e:
+        except ValueError as e:
             raise ProtocolError(f"cma registration: {e}") from e
         peer = _CmaPeer(self, blob, remote)
         refusal = self._refusal(blob) or peer.probe()

@@ -30,12 +30,12 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, resolve_pieces
+from stateferry.transport.registrations import decode_registration
 from stateferry.transport.settling import SettlingTransfer
 
 COOKIE_BYTES = 32
 _ADDRESSES, _REGIONS = np.empty(0, np.uint64), np.empty(0, np.int64)
 NOTHING = Spans(_ADDRESSES, _ADDRESSES, _ADDRESSES, _REGIONS, _REGIONS)
-MAX_REGISTRATION_BYTES = 1 << 20
 
 _Size = Annotated[int, msgspec.Meta(gt=0)]
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
@@ -124,12 +124,7 @@ class CudaIpcTransport(Transport):
         """As the base says. Mapping takes the driver some 10 ms."""
         if self.closed or self.gatherer is None:
             raise TransportClosed("cudaipc: connect after close, or before register")
-        if len(registration) > MAX_REGISTRATION_BYTES:
-            raise ProtocolError(f"cudaipc registration: {len(registration)} bytes, at most 1 MiB is allowed")
-        try:
-            blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
-        except msgspec.DecodeError as e:
-            raise ProtocolError(f"cudaipc registration: {e}") from e
+        blob = decode_registration(self.name, registration, _Registration)
         for place in (*blob.regions, blob.cookie_place):
             if (
                 place.allocation >= len(blob.allocations)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from stateferry.errors import ProtocolError, TransportClosed, TransportError, TransportUnavailable
+from stateferry.errors import TransportClosed, TransportError, TransportUnavailable
 from stateferry.layout.spec import Pieces
 from stateferry.transport.base import (
     Capabilities,
@@ -24,6 +24,7 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, resolve_pieces
+from stateferry.transport.registrations import decode_registration
 from stateferry.transport.settling import SettlingTransfer
 
 
@@ -76,10 +77,7 @@ class MemoryTransport(Transport):
     def connect(self, registration: bytes, timeout_s: float) -> Peer:
         if self.closed:
             raise TransportClosed("memory transport: connect after close")
-        try:
-            blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
-        except msgspec.DecodeError as e:
-            raise ProtocolError(f"memory registration: {e}") from e
+        blob = decode_registration(self.name, registration, _Registration)
         shelf = _HUB.get(blob.key)
         if shelf is None:
             raise TransportUnavailable(

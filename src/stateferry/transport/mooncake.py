@@ -45,11 +45,11 @@ from stateferry.transport.mooncake_transfer import (
     MooncakeTransfer,
 )
 from stateferry.transport.pieces import RegionTable, cut, resolve_pieces
+from stateferry.transport.registrations import decode_registration
 
 logger = logging.getLogger(__name__)
 
 CONNECT_POLL_S = 0.0005
-MAX_REGISTRATION_BYTES = 1 << 20
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -148,12 +148,10 @@ class MooncakeTransport(Transport):
         """As the base says. Reads the peer's cookie, so that no later post waits for the connection."""
         if self.closed:
             raise TransportClosed("mooncake: connect after close")
-        if len(registration) > MAX_REGISTRATION_BYTES:
-            raise ProtocolError(f"mooncake registration: {len(registration)} bytes, at most 1 MiB is allowed")
+        blob = decode_registration(self.name, registration, _Registration)
         try:
-            blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
             remote = RegionTable("remote", blob.regions)
-        except (msgspec.DecodeError, ValueError) as e:
+        except ValueError as e:
             raise ProtocolError(f"mooncake registration: {e}") from e
         reader = self._reader(blob)
         link = Link(reader.engine, blob.segment, blob.cookie_address, blob.cookie)

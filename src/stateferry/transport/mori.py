@@ -53,8 +53,7 @@ from stateferry.transport.mori_transfer import (
 )
 from stateferry.transport.mori_wait import Waiter
 from stateferry.transport.pieces import RegionTable, cut, resolve_pieces
-
-MAX_REGISTRATION_BYTES = 1 << 20
+from stateferry.transport.registrations import decode_registration
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -144,7 +143,7 @@ class MoriTransport(Transport):
             raise TransportClosed("mori: connect after close")
         if self._cookies is None:
             raise TransportError("mori: connect before register")
-        blob = _decode(registration)
+        blob = decode_registration(self.name, registration, _Registration)
         try:
             remote = RegionTable("remote", [(r.address, r.size_bytes) for r in blob.regions])
         except ValueError as e:
@@ -283,16 +282,6 @@ class _MoriPeer(Peer):
         if not self.link.closed:
             self.link.closed = True
             self._transport.forget(self.link.name)
-
-
-def _decode(registration: bytes) -> _Registration:
-    if len(registration) > MAX_REGISTRATION_BYTES:
-        raise ProtocolError(f"mori registration: {len(registration)} bytes, at most 1 MiB is allowed")
-    try:
-        blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
-    except msgspec.DecodeError as e:
-        raise ProtocolError(f"mori registration: {e}") from e
-    return blob
 
 
 def _versions() -> str:

@@ -46,9 +46,9 @@ from stateferry.transport.nixl_transfer import (
     split,
 )
 from stateferry.transport.pieces import cut, resolve_pieces
+from stateferry.transport.registrations import decode_registration
 
 CONNECT_POLL_S = 0.0005
-MAX_REGISTRATION_BYTES = 1 << 20
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -124,12 +124,10 @@ class NixlTransport(Transport):
         """As the base says. Reads the peer's cookie, so that no later post pays for the connection."""
         if self.agent.closed:
             raise TransportClosed("nixl: connect after close")
-        if len(registration) > MAX_REGISTRATION_BYTES:
-            raise ProtocolError(f"nixl registration: {len(registration)} bytes, at most 1 MiB is allowed")
+        blob = decode_registration(self.name, registration, _Registration)
         try:
-            blob: _Registration = msgspec.msgpack.decode(registration, type=_Registration)
             remote = Memory.of("remote", blob.regions)
-        except (msgspec.DecodeError, ValueError) as e:
+        except ValueError as e:
             raise ProtocolError(f"nixl registration: {e}") from e
         if blob.agent not in self._users:
             self._add(blob)

@@ -13,10 +13,10 @@ import msgspec
 
 from stateferry.errors import ProtocolError, TransportClosed, TransportError, TransportUnavailable
 from stateferry.transport.base import Capabilities, MemoryRegion, Peer, Transport
+from stateferry.transport.registrations import decode_registration
 
 logger = logging.getLogger(__name__)
 
-MAX_REGISTRATION_BYTES = 1 << 20
 
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -62,14 +62,7 @@ class PreferredTransport(Transport):
 
     def connect(self, registration: bytes, timeout_s: float) -> Peer:
         """As the base says; the deadline is for all tries together."""
-        if len(registration) > MAX_REGISTRATION_BYTES:
-            raise ProtocolError(
-                f"{self.name} registration: {len(registration)} bytes, at most 1 MiB is allowed"
-            )
-        try:
-            theirs: _Registrations = msgspec.msgpack.decode(registration, type=_Registrations)
-        except msgspec.DecodeError as e:
-            raise ProtocolError(f"{self.name} registration: {e}") from e
+        theirs = decode_registration(self.name, registration, _Registrations)
         deadline_s = time.monotonic() + timeout_s
         reasons = []
         for name, transport in self._transports.items():
