@@ -123,7 +123,7 @@ class SchedulerHalf:
         self._granted.difference_update(sent)
         ended = self._loading & received
         self._loading -= ended
-        self._loading_alone -= len(ended - self._claimable.keys())
+        self._loading_alone -= len(ended.difference(self._claimable))
 
     # -- a request arrives -----------------------------------------------------------------------
 
