@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import zmq
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from stateferry.config import Config
 from stateferry.ferry import consumer as ferry_consumer
 from stateferry.ferry import links as ferry_links
+from stateferry.ferry.link import Link
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.session import Outcome, VirtualClock, claimant_name
@@ -299,3 +300,37 @@ def test_one_link_that_failed_is_met_again_although_a_request_of_it_lives_on() -
 
             wait_until(served)
         assert consumer.ferry.open_count == 1, "the early one was meant to live on"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first greeting", "greeting of a second connection"])
+def test_a_greeting_that_went_down_with_its_connection_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Symptom: on a busy machine the first hand-off of a pair failed after the hand-shake's whole time,
+    although both engines were well: ZeroMQ had made a new connection, and the greeting was gone."""
+    clock = VirtualClock()
+    right, lost = Link.greet, [not again]
+
+    def greet(link: Link, *more: Any) -> None:
+        if lost.pop() if lost else False:
+            return
+        right(link, *more)
+
+    monkeypatch.setattr(Link, "greet", greet)
+    with EngineRank("p") as producer, EngineRank("d", clock=clock) as consumer:
+        if again:
+            assert not consumer.read("r", producer.grant(40, TABLES, "r"), LOCAL).failed
+            links = consumer.ferry._consumer._links  # type: ignore[union-attr]
+            (link,) = links._links.values()
+            first = link.peer
+            lost.append(True)
+            links.greet_again(link)
+            clock.advance(1.1 * ferry_links.REPEAT_S)
+            wait_until(lambda: link.peer is not first)
+        else:
+            offer = producer.grant(40, TABLES, "r")
+            consumer.open("r", offer)
+            wait_until(lambda: not lost)
+            clock.advance(1.1 * ferry_links.REPEAT_S)
+            consumer.load("r", offer, LOCAL)
+            assert not consumer.wait_received("r").failed

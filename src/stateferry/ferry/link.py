@@ -72,6 +72,9 @@ class Link:
     greeting_again: bool = False
     """Whether a ready link waits for the hand-shake of its next connection."""
     greeted_s: float = 0.0
+    repeat_at_s: float = float("inf")
+    repeat_pause_s: float = 0.0
+    """When an unanswered greeting is repeated, and how long after the last one that is."""
     failures: int = 0
     """In a row, the current one included."""
     requests: set[RequestId] = field(default_factory=set)
@@ -82,6 +85,11 @@ class Link:
     sequence: int = 0
     next_renewal_s: float = float("inf")
     idle_since_s: float = 0.0
+
+    @property
+    def waits_for_welcome(self) -> bool:
+        """Whether a greeting is not answered yet."""
+        return self.state is LinkState.GREETING or self.greeting_again
 
     def send(self, message: Message) -> bool:
         """Queue a message without waiting. False: the queue is full, the peer is gone or stuck."""

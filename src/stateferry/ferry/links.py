@@ -23,6 +23,9 @@ MAX_LINKS = 512
 """Most links at a time: an offer comes through a client, who could name any number of addresses."""
 MAX_PAUSE_S = 30.0
 """Longest pause before a peer that could not be met is tried again; then it is forgotten, too."""
+REPEAT_S = 1.0
+"""A greeting without an answer is repeated after so long, and then after twice that, and so on: a connection
+that breaks while machines are busy takes the messages on it along, and ZeroMQ makes a new one silently."""
 
 
 class Links:
@@ -146,6 +149,8 @@ class Links:
             elif link.greeting_again and now_s >= link.greeted_s + patience_s:
                 link.greeting_again, link.cause = False, Cause.PEER
                 self._not_again(link, self._no_answer())
+            elif link.waits_for_welcome and now_s >= link.repeat_at_s:
+                self._send_greeting(link, 2 * link.repeat_pause_s)
             elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
                 renew(link, now_s)
             elif not link.requests and now_s >= self._forget_at_s(link):
@@ -160,15 +165,8 @@ class Links:
             self._retired = [p for p in self._retired if p in busy]
 
     def next_deadline_s(self) -> float:
-        """When `tick` has a renewal to send or a hand-shake to give up; infinite if never."""
-        return min(
-            (
-                link.next_renewal_s if link.state is LinkState.READY else link.deadline_s
-                for link in self._links.values()
-                if link.state is not LinkState.FAILED
-            ),
-            default=float("inf"),
-        )
+        """When `tick` has a renewal to send, a greeting to repeat or to give up; infinite if never."""
+        return min((_due_s(link) for link in self._links.values()), default=float("inf"))
 
     def close(self) -> None:
         """Drop all links. No transfer may be pending."""
@@ -195,6 +193,11 @@ class Links:
 
     def _greet(self, link: Link) -> None:
         link.greeted_s = self._clock.now_s()
+        self._send_greeting(link, REPEAT_S)
+
+    def _send_greeting(self, link: Link, pause_s: float) -> None:
+        link.repeat_pause_s = pause_s
+        link.repeat_at_s = self._clock.now_s() + pause_s
         link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
 
     def _not_again(self, link: Link, reason: str) -> None:
@@ -212,3 +215,10 @@ class Links:
             link.peer = None
         link.close()
         del self._links[link.address]
+
+
+def _due_s(link: Link) -> float:
+    if link.state is LinkState.FAILED:
+        return float("inf")
+    due_s = link.next_renewal_s if link.state is LinkState.READY else link.deadline_s
+    return min(due_s, link.repeat_at_s) if link.waits_for_welcome else due_s
