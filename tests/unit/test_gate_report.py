@@ -145,7 +145,7 @@ def test_a_full_run_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch, report(full=True), "--full", "--model", "gdn", "--output", str(tmp_path / "a" / "b")
     )
     assert result.exit_code == 0
-    kept = json.loads((tmp_path / "a" / "b" / "gate-full-2026-11-29.json").read_text())
+    kept = json.loads((tmp_path / "a" / "b" / "gate-full-cma-async-2026-11-29.json").read_text())
     assert kept["passed"] is True
     assert kept["host"] == {"cores": 2}
 

@@ -112,7 +112,7 @@ def gate(
     _show(console, report)
     result = report.to_json()
     if full:
-        console.print(f"Written to {_write(result, output or Path('benchmarks/results'), report.date[:10])}")
+        console.print(f"Written to {_write(report, output or Path('benchmarks/results'))}")
     if json_output:
         print(json.dumps(result))
     raise typer.Exit(0 if report.passed else 1)
@@ -130,10 +130,10 @@ def _subject(name: str) -> Subject:
     return seeded(name) if name in FAMILIES else in_folder(Path(name))
 
 
-def _write(result: dict[str, object], folder: Path, date: str) -> Path:
+def _write(report: GateReport, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gate-full-{date}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path = folder / f"gate-full-{report.models[0].transport}-{report.load_mode}-{report.date[:10]}.json"
+    path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return path
 
 
