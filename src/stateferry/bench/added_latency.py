@@ -3,10 +3,13 @@
 Every round takes one prompt length and asks all arms one after the other, so that whatever else the
 machine does hits all of them. An arm's turn is two questions of that length, its prefill engine by
 itself and the pair; its figure is the second's time to first token, prefill leg included, minus the
-first's. All prompts are random: nobody has a prefix of one cached.
+first's. All prompts are random: nobody has a prefix of one cached. Every timed question meets engines that
+have come to rest: vLLM's processes spin on each other for a second after a step, and on few cores what was
+asked before, by whichever arm, would be timed along.
 """
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +18,8 @@ from stateferry.bench.figures import percentile
 from stateferry.stack import Client
 
 MIN_TOKENS, MAX_TOKENS = 20, 1200
+REST_S = 1.5
+"""Before every timed question. vLLM's spinning ends after a second (`SpinCondition` in its shm_broadcast)."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ def measure(
     requests: int,
     seed: int = 0,
     on_round: Callable[[int], None] | None = None,
+    rest_s: float = REST_S,
 ) -> Result:
     """Ask `requests` rounds of prompts, lengths spread evenly over 20 to 1,200 tokens, in random order.
 
@@ -67,7 +73,7 @@ def measure(
         for number, length in enumerate([MAX_TOKENS, MIN_TOKENS, *lengths], start=-2):
             for arm in rng.sample(list(arms), len(arms)):
                 arm.go_on()
-                one_s, pair_s = _turn(client, arm, length, rng)
+                one_s, pair_s = _turn(client, arm, length, rng, rest_s)
                 if len(arms) > 1:
                     arm.stop()
                 if number >= 0:
@@ -80,7 +86,7 @@ def measure(
     return result
 
 
-def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[float, float]:
+def _turn(client: Client, arm: Arm, length: int, rng: random.Random, rest_s: float) -> tuple[float, float]:
     """Seconds to the first token: of the prefill engine by itself, and of the pair."""
     prefill, decode = arm.urls
     # Not timed: wakes what slept while the pair was stopped, the engines and then what links them.
@@ -89,9 +95,11 @@ def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[fl
     client.handoff(prefill, decode, _prompt(rng, MIN_TOKENS), 2)
 
     def one_engine() -> float:
+        time.sleep(rest_s)
         return _first_token_s(client.complete(prefill, _prompt(rng, length), 2, stream=True).first_token_s)
 
     def pair() -> float:
+        time.sleep(rest_s)
         answer = client.handoff(prefill, decode, _prompt(rng, length), 2, stream=True)
         return _first_token_s(answer.first_token_s)
 

@@ -26,6 +26,7 @@ from stateferry.bench import (
 from stateferry.bench.arms import TRANSPORTS
 from stateferry.cli.bench_engines import agentx, agentx_sessions, handoff, interference
 from stateferry.cli.bench_footprint import footprint
+from stateferry.cli.bench_open import open_handoff
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
 from stateferry.cli.bench_transport import transport as bench_transport
 from stateferry.cli.starting import shown_progress
@@ -95,6 +96,7 @@ def plan(
 
 
 bench_app.command("footprint")(footprint)
+bench_app.command("open")(open_handoff)
 bench_app.command("handoff")(handoff)
 bench_app.command("interference")(interference)
 bench_app.command("agentx")(agentx)
