@@ -68,6 +68,18 @@ def test_the_hand_off_bench_asks_both_and_takes_one_apart(
     assert [bar[1] for bar in line["bars"]][1:] == [bar[2] for bar in line["bars"]][:-1]
 
 
+def test_an_arm_that_fails_a_close_look_does_not_end_the_bench(
+    pairs: list[tuple[Arm, FakeEngine, FakeEngine]],
+) -> None:
+    (arm, prefill, _), _ = pairs
+    prefill.fails = 1
+    result = handoff.measure([arm], [20], [1], repeats=2)
+    assert len(result.looked_at["cma", 20]) == 2
+    (told,) = result.not_looked_at
+    assert told.startswith("cma, 20 tokens: ")
+    assert "HTTP 500" in told
+
+
 def test_a_request_that_fails_in_a_cell_is_counted_and_the_bench_goes_on() -> None:
     answers = [Streamed(0.0, 9, [0.5]), Streamed(0.0, 9, error="HTTP 500")]
     cell = handoff.Cell("cma", 9, 2, one_engine=[answers[:1]], pair=[answers])

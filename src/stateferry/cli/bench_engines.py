@@ -188,7 +188,13 @@ def handoff(
             table = figure_table(f"{length:,} tokens, {number} at a time", here, HANDOFF_ROWS)
             table.add_row("errors", *(str(found["errors"]) for found in here.values()))
             tables.append(table)
-    kept = {"cells": cells, "time_lines": result.time_lines(), "router": router, "seed": seed}
+    kept = {
+        "cells": cells,
+        "time_lines": result.time_lines(),
+        "without_time_line": result.not_looked_at,
+        "router": router,
+        "seed": seed,
+    }
     finish("handoff", kept, tables, json_output, report)
 
 
