@@ -1,6 +1,9 @@
 """What is logged of hand-offs: one line each, loud only where somebody should look."""
 
 import logging
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from stateferry.config import Config
 from stateferry.ferry.handoff_log import HandoffLog
 from stateferry.ferry.peer_log import INTERVAL_S, MAX_PEERS, OTHERS, SHOWN, PeerLog
 from stateferry.ids import RequestId, TransferId
-from stateferry.session import Cause, Outcome, Report, VirtualClock
+from stateferry.session import Cause, Orders, Outcome, Report, VirtualClock
 from stateferry.testing.peers import EngineRank, wait_until
 
 TABLES = ((1, 2, 3), (4,))
@@ -132,3 +135,56 @@ def test_leases_that_end_by_the_dozen_are_a_few_lines_and_a_sum(caplog: pytest.L
         wait_until(lambda: len(caplog.records) == SHOWN + 1)
     assert "peer=nobody faults=12" in caplog.messages[-1]
     assert "kinds=unclaimed:12" in caplog.messages[-1]
+
+
+def test_the_line_has_the_fields_that_the_page_shows_loud_or_not(caplog: pytest.LogCaptureFixture) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
+    (shown,) = re.findall(r"^```\n(hand-off failed .*?)```", page, re.MULTILINE | re.DOTALL)
+    caplog.set_level(logging.DEBUG, LOGGER)
+    HandoffLog(VirtualClock(), slow_s=1.0).ended([report(), failed()])
+    quiet, loud = caplog.records
+    assert (quiet.levelno, loud.levelno) == (logging.DEBUG, logging.INFO)
+    for line in (quiet.getMessage(), loud.getMessage()):
+        assert re.findall(r"(\w+)=", line) == re.findall(r"(\w+)=", shown)
+
+
+def said_by_idle_engines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Everything that two ferries log in three hours after their only hand-off."""
+    caplog.set_level(logging.DEBUG, "stateferry")
+    turns: Counter[int] = Counter()
+    tick = HandoffLog.tick
+
+    def counted(log: HandoffLog) -> None:
+        turns[id(log)] += 1
+        tick(log)
+
+    monkeypatch.setattr(HandoffLog, "tick", counted)
+    clock = VirtualClock()
+    with EngineRank("p", clock=clock) as producer, EngineRank("d", clock=clock) as consumer:
+        consumer.read("r", producer.grant(40, TABLES), LOCAL)
+        wait_until(lambda: any("hand-off received" in line for line in caplog.messages))
+        wait_until(lambda: producer.ferry.counters.released == 1)
+        caplog.clear()
+        for _ in range(18):
+            clock.advance(600.0)
+            for rank in (producer, consumer):
+                log = id(rank.ferry._log)
+                seen = turns[log]
+                rank.ferry.submit(Orders())
+                wait_until(lambda log=log, seen=seen: turns[log] > seen)  # type: ignore[misc]
+        return list(caplog.messages)
+
+
+def test_an_idle_engine_writes_no_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert said_by_idle_engines(caplog, monkeypatch) == []
+
+
+def test_an_idle_engine_that_talks_is_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: a ferry that reports once a turn, whatever there is to say."""
+    words = logging.getLogger(LOGGER)
+    monkeypatch.setattr(HandoffLog, "tick", lambda log: words.debug("0 hand-offs"))
+    assert set(said_by_idle_engines(caplog, monkeypatch)) == {"0 hand-offs"}
