@@ -91,6 +91,18 @@ def test_an_engine_that_would_not_start_is_a_problem(
     assert words in problem
 
 
+def test_two_files_of_one_role_are_told_so(run: Run, tmp_path: Path) -> None:
+    transfer = {"kv_connector": "StateFerryConnector", "kv_role": "kv_consumer"}
+    files = [
+        written(tmp_path / f"{side}.json", **{"model": str(RECALL_GDN), "kv-transfer-config": transfer})
+        for side in ("prefill", "decode")
+    ]
+    result = doctor(run, *files, "--json")
+    assert result.code == 1
+    (problem,) = result.value["problems"]
+    assert problem.startswith("both engines have kv_role 'kv_consumer'")
+
+
 def test_a_file_that_is_not_there_is_a_problem(run: Run, tmp_path: Path) -> None:
     prefill = written(tmp_path / "prefill.yaml", model=str(RECALL_GDN))
     result = doctor(run, prefill, tmp_path / "decode.yaml", "--json")

@@ -56,6 +56,7 @@ def check_description(params: dict[str, Any] | None, engine: Engine, layouts: li
     assert [r.epoch for r in read.ranks] == [layout.epoch for layout in layouts]
     handshakes = [half.get_handshake_metadata() for half in engine.worker_halves]
     assert list(read.ranks) == [handshake.address for handshake in handshakes if handshake is not None]
+    assert read.kv_role == engine.config.kv_transfer_config.kv_role
 
 
 @pytest.mark.parametrize("model", [HYBRID, ATTENTION], ids=["hybrid", "attention"])

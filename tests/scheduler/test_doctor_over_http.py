@@ -81,12 +81,24 @@ def test_engines_that_fit(run: Run, ranks: int) -> None:
         assert value["can_exchange"] is True
         for side, engine in (("prefill", pair.producer), ("decode", pair.consumer)):
             assert value[side]["engine_id"] == engine.config.kv_transfer_config.engine_id
+            assert value[side]["kv_role"] == engine.config.kv_transfer_config.kv_role
             handshakes = [half.get_handshake_metadata() for half in engine.worker_halves]
             assert [(r["port"], r["epoch"]) for r in value[side]["ranks"]] == [
                 (h.address.port, h.address.epoch) for h in handshakes
             ]
         pair.run()
         pair.check_idle()
+
+
+def test_two_engines_of_one_role_are_told_so(run: Run) -> None:
+    with Pair(HYBRID) as pair, served(pair.producer) as url:
+        result = doctor(run, url, url)
+        assert result.code == 1
+        (problem,) = result.value["problems"]
+        assert problem.startswith("both engines have kv_role 'kv_producer'")
+        assert result.value["engines"]["can_exchange"] is False
+    with Pair(HYBRID, role="kv_both") as pair, served(pair.producer) as url:
+        assert doctor(run, url, url).code == 0
 
 
 def test_what_doctor_says_will_move_is_what_moves(run: Run) -> None:

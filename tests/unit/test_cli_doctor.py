@@ -27,10 +27,10 @@ SICK = [*HEALTHY, Finding("vllm", Verdict.PROBLEM, "not installed, needed for ev
 PREFILL, DECODE = "http://p:8100", "http://d:8200"
 
 
-def engine(size: int, **facts: str) -> EngineAnswer:
+def engine(size: int, kv_role: str = "", **facts: str) -> EngineAnswer:
     layouts = [msgspec.structs.replace(MODEL.layout(rank, size), facts=facts) for rank in range(size)]
     ranks = [RankAddress("10.0.0.1", 7000 + rank, 77 + rank) for rank in range(size)]
-    return EngineAnswer(tuple(layouts), tuple(ranks))
+    return EngineAnswer(tuple(layouts), tuple(ranks), kv_role)
 
 
 Doctor = Callable[..., tuple[int, str, str]]
@@ -124,6 +124,44 @@ def test_engines_that_do_not_fit_are_told_so_in_the_words_of_the_hand_shake(doct
     assert "They can exchange" not in out
     assert str(refusal.value) in out
     assert "decode engine's words" in out
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fit"),
+    [
+        ("kv_producer", "kv_consumer", True),
+        ("kv_both", "kv_both", True),
+        ("kv_producer", "kv_producer", False),
+        ("kv_consumer", "kv_consumer", False),
+        ("kv_consumer", "kv_producer", False),
+    ],
+)
+def test_roles_are_compared_too(doctor: Doctor, prefill: str, decode: str, fit: bool) -> None:
+    engines = {PREFILL: engine(1, prefill, dtype="x"), DECODE: engine(1, decode, dtype="x")}
+    code, out, _ = doctor(*both("--json"), engines=engines)
+    value = json.loads(out)
+    assert code == (0 if fit else 1)
+    assert value["engines"]["can_exchange"] is fit
+    assert value["engines"]["problem"] == ""
+    assert value["problems"] == ([] if fit else [value["engines"]["wrong_roles"]])
+    assert value["engines"]["prefill"]["kv_role"] == prefill
+    _, out, _ = doctor(*both(), engines=engines)
+    assert ("They can exchange" in out) == fit
+    assert prefill in out
+    assert decode in out
+    assert "decode engine's words" not in out
+
+
+def test_wrong_roles_and_caches_that_do_not_fit_are_two_problems(doctor: Doctor) -> None:
+    engines = {
+        PREFILL: engine(1, "kv_producer", kv_cache_dtype="fp8"),
+        DECODE: engine(1, "kv_producer", kv_cache_dtype="auto"),
+    }
+    code, out, _ = doctor(*both("--json"), engines=engines)
+    assert code == 1
+    roles, caches = json.loads(out)["problems"]
+    assert "both engines have kv_role" in roles
+    assert "kv_cache_dtype" in caches
 
 
 def test_an_engine_that_does_not_answer_is_a_problem(doctor: Doctor) -> None:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from stateferry.doctor import Finding, Verdict, engines, machine, packages, reading
+from stateferry.doctor import Finding, Verdict, engines, machine, packages, reading, why_roles_do_not_fit
 from stateferry.doctor.engines import ask_engine, far_from_loopback
 from stateferry.errors import LayoutError, ProtocolError, TransportUnavailable
 from stateferry.layout.fingerprint import encode_layout
@@ -204,8 +204,10 @@ def ask(params: Any, models: Sequence[str] = ("a-model",)) -> engines.EngineAnsw
     return answer
 
 
-def described(found: Sequence[CacheLayout], ranks: Sequence[RankAddress]) -> dict[str, Any]:
-    return description_to_params([encode_layout(layout) for layout in found], ranks)
+def described(
+    found: Sequence[CacheLayout], ranks: Sequence[RankAddress], kv_role: str = "kv_both"
+) -> dict[str, Any]:
+    return description_to_params([encode_layout(layout) for layout in found], ranks, kv_role)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -213,6 +215,13 @@ def test_an_engine_tells_all_its_ranks(size: int) -> None:
     answer = ask(described(layouts(size), addresses(size)))
     assert list(answer.layouts) == layouts(size)
     assert list(answer.ranks) == addresses(size)
+    assert answer.kv_role == "kv_both"
+
+
+def test_an_older_engine_does_not_tell_its_role() -> None:
+    params = described(layouts(1), addresses(1))
+    del params["stateferry"]["kv_role"]
+    assert ask(params).kv_role == ""
 
 
 GOOD = described(layouts(2), addresses(2))["stateferry"]
@@ -227,6 +236,8 @@ BAD: dict[str, Any] = {
     "not base64": {"stateferry": GOOD | {"layouts": ["ä", "!"]}},
     "not a layout": {"stateferry": GOOD | {"layouts": [base64.b64encode(b"x").decode()] * 2}},
     "another version": {"stateferry": GOOD | {"version": 2}},
+    "a number as role": {"stateferry": GOOD | {"kv_role": 1}},
+    "a role without end": {"stateferry": GOOD | {"kv_role": "x" * 1000}},
 }
 
 
@@ -265,3 +276,30 @@ def test_ranks_that_another_machine_cannot_dial_are_spoken_of(
     warning = far_from_loopback(prefill, decode, [RankAddress(host, 7000, 1)])
     assert (host in warning and "--kv-host" in warning) == speaks
     assert bool(warning) == speaks
+
+
+P, D, BOTH = "kv_producer", "kv_consumer", "kv_both"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        (P, D, ""),
+        (BOTH, D, ""),
+        (P, BOTH, ""),
+        (BOTH, BOTH, ""),
+        ("", D, ""),
+        (P, "", ""),
+        (P, P, "both engines have kv_role 'kv_producer', so the decode engine reads no offer"),
+        (D, D, "both engines have kv_role 'kv_consumer', so the prefill engine offers nothing"),
+        (D, P, "the wrong way round"),
+        (BOTH, P, "the decode engine has kv_role 'kv_producer'"),
+        ("", P, "`stateferry serve decode`"),
+        (D, BOTH, "the prefill engine has kv_role 'kv_consumer'"),
+        (D, "", "`stateferry serve prefill`"),
+    ],
+)
+def test_roles_that_do_not_fit_are_named_with_the_cure(prefill: str, decode: str, words: str) -> None:
+    found = why_roles_do_not_fit(prefill, decode)
+    assert words in found
+    assert bool(found) == bool(words)

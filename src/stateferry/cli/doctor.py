@@ -13,7 +13,14 @@ from rich.table import Table
 from stateferry.cli.inspect import survey_json
 from stateferry.cli.layout_tables import show_groups, show_moves, show_pairs
 from stateferry.cli.offline import offline_vllm
-from stateferry.doctor import Finding, Verdict, ask_engine, examine_machine, far_from_loopback
+from stateferry.doctor import (
+    Finding,
+    Verdict,
+    ask_engine,
+    examine_machine,
+    far_from_loopback,
+    why_roles_do_not_fit,
+)
 from stateferry.errors import ConfigError, StateFerryError
 from stateferry.layout.spec import CacheLayout
 from stateferry.layout.survey import Survey, survey
@@ -34,6 +41,8 @@ class Side:
     layouts: tuple[CacheLayout, ...]
     ranks: tuple[RankAddress, ...] = ()
     """Where it listens; empty for one that is not running."""
+    kv_role: str = ""
+    """What it does in a hand-off, as vLLM calls it; empty where it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,9 @@ class Match:
     decode: Side | None
     survey: Survey | None
     problem: str = ""
-    """Why they cannot; empty if they can."""
+    """Why their caches do not fit; empty if they do."""
+    wrong_roles: str = ""
+    """Why their roles do not; empty if they do."""
     warning: str = ""
     """What may keep one from reaching the other."""
 
@@ -78,10 +89,6 @@ def doctor(
     engines, by URL or by config file, it also compares their caches as the engines would themselves when they
     shake hands, and shows what a hand-off would move. A running engine is asked with a prompt of one or two
     tokens. Exit code 1: there is a problem.
-
-    Example: stateferry doctor --prefill-url http://p:8100 --decode-url http://d:8200
-
-    Example: stateferry doctor --prefill-config prefill.yaml --decode-config decode.yaml
     """
     prefill = _source("prefill", prefill_url, prefill_config)
     decode = _source("decode", decode_url, decode_config)
@@ -96,8 +103,8 @@ def doctor(
     if match is not None:
         _show_match(console, match)
     problems = [f"{f.name}: {f.found}" for f in findings if f.verdict is Verdict.PROBLEM]
-    if match is not None and match.problem:
-        problems.append(match.problem)
+    if match is not None:
+        problems += [text for text in (match.wrong_roles, match.problem) if text]
     _show_verdict(console, problems)
     if match is not None and match.problem and match.prefill and match.decode:
         console.print("  (In the decode engine's words: it is the one that reads, and that refuses.)")
@@ -115,15 +122,19 @@ def _source(role: str, url: str | None, config: Path | None) -> str | Path | Non
 def _match(prefill: str | Path, decode: str | Path) -> Match:
     """Ask or lay out both sides and compare them; an error becomes the reason why they cannot exchange."""
     sides: list[Side | None] = [None, None]
+    roles = ""
     try:
         for number, source in enumerate((prefill, decode)):
             sides[number] = _side(source)
         assert sides[0] is not None
         assert sides[1] is not None
+        roles = why_roles_do_not_fit(sides[0].kv_role, sides[1].kv_role)
         found = survey(sides[0].layouts, sides[1].layouts, TOKENS)
     except StateFerryError as e:
-        return Match(sides[0], sides[1], None, str(e))
-    return Match(sides[0], sides[1], found, warning=_unreachable(prefill, decode, sides[0].ranks))
+        return Match(sides[0], sides[1], None, str(e), roles)
+    return Match(
+        sides[0], sides[1], found, wrong_roles=roles, warning=_unreachable(prefill, decode, sides[0].ranks)
+    )
 
 
 def _unreachable(prefill: str | Path, decode: str | Path, ranks: Sequence[RankAddress]) -> str:
@@ -135,12 +146,13 @@ def _unreachable(prefill: str | Path, decode: str | Path, ranks: Sequence[RankAd
 def _side(source: str | Path) -> Side:
     if isinstance(source, str):
         answer = ask_engine(source)
-        return Side(source, answer.layouts, answer.ranks)
+        return Side(source, answer.layouts, answer.ranks, answer.kv_role)
     with offline_vllm() as offline, offline.arguments_of_file(source) as arguments:
         try:
-            return Side(str(source), offline.lay_out(arguments).layouts)
+            engine = offline.lay_out(arguments)
         except StateFerryError as e:
             raise ConfigError(f"{source}: {e}") from e
+        return Side(str(source), engine.layouts, kv_role=engine.kv_role)
 
 
 def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
@@ -161,7 +173,7 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 def _show_match(console: Console, match: Match) -> None:
     table = Table(title="\nThe two engines", title_justify="left")
-    for heading in ("", "engine", "rank", "listens on", "epoch", "blocks"):
+    for heading in ("", "engine", "role", "rank", "listens on", "epoch", "blocks"):
         table.add_column(heading, overflow="fold")
     for role, side in (("prefill", match.prefill), ("decode", match.decode)):
         for number, layout in enumerate(side.layouts if side is not None else ()):
@@ -170,6 +182,7 @@ def _show_match(console: Console, match: Match) -> None:
             table.add_row(
                 role if number == 0 else "",
                 _plain(side.source) if number == 0 else "",
+                (_plain(side.kv_role) or "not told") if number == 0 else "",
                 f"{layout.tp_rank} of {layout.tp_size}",
                 f"{address.host}:{address.port}" if address else "not running",
                 str(address.epoch) if address else "-",
@@ -185,7 +198,8 @@ def _show_match(console: Console, match: Match) -> None:
     show_groups(console, layout)
     show_moves(console, [match.survey], layout)
     show_pairs(console, [match.survey], layout)
-    console.print("\nThey can exchange: the hand-shake compares the same fields.", highlight=False)
+    if not match.wrong_roles:
+        console.print("\nThey can exchange: the hand-shake compares the same fields.", highlight=False)
 
 
 def _show_verdict(console: Console, problems: Sequence[str]) -> None:
@@ -221,8 +235,9 @@ def _as_json(findings: Sequence[Finding], match: Match | None, problems: Sequenc
 
 def _match_json(match: Match) -> dict[str, Any]:
     return {
-        "can_exchange": not match.problem,
+        "can_exchange": not (match.problem or match.wrong_roles),
         "problem": match.problem,
+        "wrong_roles": match.wrong_roles,
         "warning": match.warning,
         "prefill": _side_json(match.prefill),
         "decode": _side_json(match.decode),
@@ -236,6 +251,7 @@ def _side_json(side: Side | None) -> dict[str, Any] | None:
     return {
         "source": side.source,
         "engine_id": side.layouts[0].engine_id,
+        "kv_role": side.kv_role,
         "facts": side.layouts[0].facts,
         "ranks": [
             {"host": r.host, "port": r.port, "epoch": r.epoch, "blocks": _block_count(layout)}

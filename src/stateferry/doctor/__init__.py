@@ -3,5 +3,14 @@
 from stateferry.doctor.engines import EngineAnswer, ask_engine, far_from_loopback
 from stateferry.doctor.findings import Finding, Verdict
 from stateferry.doctor.machine import examine_machine
+from stateferry.doctor.roles import why_roles_do_not_fit
 
-__all__ = ["EngineAnswer", "Finding", "Verdict", "ask_engine", "examine_machine", "far_from_loopback"]
+__all__ = [
+    "EngineAnswer",
+    "Finding",
+    "Verdict",
+    "ask_engine",
+    "examine_machine",
+    "far_from_loopback",
+    "why_roles_do_not_fit",
+]

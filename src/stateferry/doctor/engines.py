@@ -22,6 +22,8 @@ class EngineAnswer:
 
     layouts: tuple[CacheLayout, ...]
     ranks: tuple[RankAddress, ...]
+    kv_role: str = ""
+    """vLLM's name of what the engine does in a hand-off; empty where an older one does not say."""
 
 
 def ask_engine(url: str, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
@@ -42,7 +44,7 @@ def ask_engine(url: str, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
     except ProtocolError as e:
         raise ProtocolError(f"{url}: {e}") from e
     check_ranks(layouts)
-    return EngineAnswer(layouts, description.ranks)
+    return EngineAnswer(layouts, description.ranks, description.kv_role)
 
 
 def far_from_loopback(prefill_url: str, decode_url: str, ranks: Sequence[RankAddress]) -> str:

@@ -52,7 +52,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._description = SelfDescription()
+        self._description = SelfDescription(str(transfer.kv_role))
         if role is KVConnectorRole.SCHEDULER:
             groups = outline(kv_cache_config, vllm_config)
             self._scheduler = SchedulerHalf(

@@ -16,13 +16,16 @@ logger = logging.getLogger(__name__)
 class SelfDescription:
     """Lives in the scheduler's process. vLLM calls everything here on the engine core's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_role: str) -> None:
+        self._kv_role = kv_role
         self._params: dict[str, Any] | None = None
 
     def learn(self, handshakes: Sequence[StateFerryHandshake]) -> None:
         """All workers' handshakes, by rank."""
         self._params = description_to_params(
-            [handshake.layout for handshake in handshakes], [handshake.address for handshake in handshakes]
+            [handshake.layout for handshake in handshakes],
+            [handshake.address for handshake in handshakes],
+            self._kv_role,
         )
 
     def answer(self, request: Any) -> dict[str, Any] | None:

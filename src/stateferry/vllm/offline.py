@@ -47,6 +47,8 @@ class OfflineEngine:
     max_model_len: int
     layouts: tuple[CacheLayout, ...]
     """By tensor-parallel rank."""
+    kv_role: str
+    """What it is configured to do in a hand-off, as vLLM calls it."""
     shapes: dict[str, tuple[tuple[int, ...], ...]]
     """Layer -> what its tensors hold of one block on one rank, in the layout's order: states as their layer
     sees them, attention as [kernel blocks, heads, tokens, numbers a token]."""
@@ -89,6 +91,7 @@ def lay_out(arguments: Sequence[str], tp_size: int | None = None, num_blocks: in
         architecture=str(model.architecture),
         max_model_len=int(model.max_model_len),
         layouts=layouts,
+        kv_role=str(config.kv_transfer_config.kv_role),
         shapes={name: _shapes(cache, name, tensor) for name, tensor in tensors.items()},
     )
 

@@ -22,6 +22,7 @@ from stateferry.telemetry import Key
 from stateferry.vllm.compat import RequestStatus
 from stateferry.vllm.destinations import later_columns, not_held
 from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
+from stateferry.vllm.partner import PartnerWatch
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
 from stateferry.vllm.spans import Spans, trace_of
 from stateferry.vllm.stats import StateFerryStats, record_handoff
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 OURS = "stateferry"
 MAX_USED = 8192
 """How many offers are remembered as used: far more than can be alive at a time."""
+ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 Finished = tuple[bool, dict[str, Any] | None]
 """Whether vLLM keeps the blocks until we report them sent; what the response carries."""
 
@@ -104,6 +106,7 @@ class SchedulerHalf:
         """How things stand, by rank."""
         self._stats = StateFerryStats()
         self._spans = Spans()
+        self._partner = PartnerWatch(groups, tp_size, config.lease_s, produces=produces, consumes=consumes)
         self._standing: dict[Key, int] = {}
         """How things stand over all ranks, and in this half."""
         self._told: dict[Key, int] = {}
@@ -137,6 +140,7 @@ class SchedulerHalf:
                 cut_last_token(request, self._hash_block_tokens)
             request.max_tokens = 1
         elif self._consumes and is_decode_leg(params):
+            self._partner.offer_came()
             self._open(request, params)
 
     def _open(self, request: Any, params: dict[str, Any]) -> None:
@@ -316,6 +320,7 @@ class SchedulerHalf:
             self._standing = {key: sum(of.get(key, 0) for of in self._levels.values()) for key in keys}
         for (name, label), number in news.counts.items():
             self._stats.add(name, number, label)
+        self._partner.heard(news.counts)
 
     def take_stats(self) -> StateFerryStats | None:
         """What happened since the last call; None: nothing."""
@@ -341,11 +346,15 @@ class SchedulerHalf:
             self._closes.append(Close(request_id))
             return False, self._received(claimable)
         reason = self._prefills.pop(request_id, None)
-        return (False, None) if reason is None else self._offer(request, block_ids, reason)
+        if reason is None:
+            if request.status in ANSWERED:
+                self._partner.answered(request.num_prompt_tokens)
+            return False, None
+        return self._offer(request, block_ids, reason)
 
     def _offer(self, request: Any, block_ids: tuple[list[int], ...], reason: str) -> Finished:
         # Nothing but a whole prefix may be offered; a stop token as P's only token does no harm to it.
-        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+        if request.status not in ANSWERED:
             return False, None
         num_tokens = request.num_prompt_tokens - (0 if self._cuts else 1)
         tables: list[tuple[int, ...]] = []

@@ -2,7 +2,8 @@
 
     asked      kv_transfer_params: {"stateferry": {"describe": true}}
     answered   kv_transfer_params: {"stateferry": {"version": 1, "layouts": [base64 …],
-                                                   "ranks": [[host, port, epoch] …]}}
+                                                   "ranks": [[host, port, epoch] …],
+                                                   "kv_role": "kv_producer" (or kv_consumer, kv_both)}}
 
 One entry a rank, by tensor-parallel rank. A layout here is bytes, as `layout.fingerprint` encodes it.
 """
@@ -17,6 +18,8 @@ import msgspec
 from stateferry.errors import ProtocolError
 from stateferry.wire.params import MAX_RANKS, PARAMS_VERSION, RankAddress, is_decode_leg, is_prefill_leg
 
+MAX_ROLE = 32
+"""Characters of a role; vLLM's have eleven at most."""
 DESCRIBE_PARAMS: Mapping[str, Any] = {"stateferry": {"describe": True}}
 """What a describe request sends as `kv_transfer_params`."""
 
@@ -25,6 +28,7 @@ class _Described(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     layouts: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    kv_role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)] = ""
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +37,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     layouts: tuple[bytes, ...]
     """Encoded layouts; nothing has looked inside them yet."""
     ranks: tuple[RankAddress, ...]
+    kv_role: str = ""
+    """vLLM's name of what it does in a hand-off; empty where an older engine does not say."""
 
 
 def is_describe(params: Any) -> bool:
@@ -43,13 +49,16 @@ def is_describe(params: Any) -> bool:
     return isinstance(ours, Mapping) and ours.get("describe") is True
 
 
-def description_to_params(layouts: Sequence[bytes], ranks: Sequence[RankAddress]) -> dict[str, Any]:
+def description_to_params(
+    layouts: Sequence[bytes], ranks: Sequence[RankAddress], kv_role: str
+) -> dict[str, Any]:
     """The dictionary that the answer to a describe request carries."""
     return {
         "stateferry": {
             "version": PARAMS_VERSION,
             "layouts": [base64.b64encode(layout).decode("ascii") for layout in layouts],
             "ranks": [[r.host, r.port, r.epoch] for r in ranks],
+            "kv_role": kv_role,
         }
     }
 
@@ -76,4 +85,4 @@ def parse_description(params: Any) -> Description:
         raise ProtocolError(
             f"the engine's description has {len(layouts)} layouts but {len(read.ranks)} addresses"
         )
-    return Description(layouts=layouts, ranks=read.ranks)
+    return Description(layouts=layouts, ranks=read.ranks, kv_role=read.kv_role)

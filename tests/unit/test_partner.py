@@ -1,0 +1,155 @@
+"""An engine whose partner never comes says so in one line, once; every other engine says nothing."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from stateferry.layout.spec import Group, GroupKind
+from stateferry.vllm import partner
+from stateferry.vllm.partner import ENOUGH, EXPIRED, TAKEN, PartnerWatch
+
+BLOCK = 16
+LONG = BLOCK + 1
+GROUPS = (
+    Group(kind=GroupKind.STATE, block_tokens=4096, layers=()),
+    Group(kind=GroupKind.ATTENTION, block_tokens=BLOCK, layers=()),
+)
+OFFERS, TAKERS = "none brought an offer", "expired unclaimed"
+
+
+def watch(produces: bool = False, consumes: bool = False, tp_size: int = 1) -> PartnerWatch:
+    return PartnerWatch(GROUPS, tp_size, 15.0, produces=produces, consumes=consumes)
+
+
+Scene = Callable[[], None]
+
+
+def lonely_decode() -> None:
+    engine = watch(consumes=True)
+    for _ in range(3 * ENOUGH):
+        engine.answered(LONG)
+
+
+def lonely_prefill() -> None:
+    engine = watch(produces=True, tp_size=2)
+    for _ in range(3 * ENOUGH):
+        engine.heard({EXPIRED: 2})
+
+
+def early_decode() -> None:
+    engine = watch(consumes=True)
+    for _ in range(ENOUGH - 1):
+        engine.answered(LONG)
+
+
+def early_prefill() -> None:
+    engine = watch(produces=True, tp_size=2)
+    engine.heard({EXPIRED: 2 * ENOUGH - 1})
+
+
+def short_prompts() -> None:
+    engine = watch(consumes=True)
+    for _ in range(3 * ENOUGH):
+        engine.answered(BLOCK)
+
+
+def one_offer() -> None:
+    engine = watch(consumes=True)
+    engine.offer_came()
+    for _ in range(3 * ENOUGH):
+        engine.answered(LONG)
+
+
+def taken_once(how: int) -> Scene:
+    def scene() -> None:
+        engine = watch(produces=True)
+        engine.heard({TAKEN[how]: 1, EXPIRED: 1})
+        engine.heard({EXPIRED: 3 * ENOUGH})
+
+    return scene
+
+
+def both_roles_without_offers() -> None:
+    engine = watch(produces=True, consumes=True)
+    for _ in range(3 * ENOUGH):
+        engine.answered(LONG)
+
+
+def prefill_that_answers_whole_requests() -> None:
+    engine = watch(produces=True)
+    for _ in range(3 * ENOUGH):
+        engine.answered(LONG)
+        engine.heard({("stateferry_grants", "other"): 5})
+
+
+def decode_whose_counts_say_nothing() -> None:
+    watch(consumes=True).heard({EXPIRED: 3 * ENOUGH})
+
+
+SCENES: dict[Scene, str] = {
+    lonely_decode: OFFERS,
+    lonely_prefill: TAKERS,
+    early_decode: "",
+    early_prefill: "",
+    short_prompts: "",
+    one_offer: "",
+    **{taken_once(how): "" for how in range(len(TAKEN))},
+    both_roles_without_offers: "",
+    prefill_that_answers_whole_requests: "",
+    decode_whose_counts_say_nothing: "",
+}
+
+
+def wrong(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Scenes in which something else is said than should be."""
+    found = []
+    for scene, words in SCENES.items():
+        caplog.clear()
+        scene()
+        said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        if len(said) != bool(words) or not all(words in line for line in said):
+            found.append(getattr(scene, "__name__", "?"))
+    return found
+
+
+def test_a_lonely_engine_is_told_once_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    assert wrong(caplog) == []
+
+
+def test_the_line_names_the_number_and_the_cure(caplog: pytest.LogCaptureFixture) -> None:
+    lonely_decode()
+    lonely_prefill()
+    decode, prefill = caplog.messages
+    assert decode.startswith(f"{ENOUGH} requests have finished")
+    assert "Is the router sending kv_transfer_params?" in decode
+    assert prefill.startswith(f"all {ENOUGH} offers")
+    assert "after 15 s" in prefill
+    assert all("stateferry doctor" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "noticed"),
+    [
+        ("ENOUGH", 0, "early_decode"),
+        ("ENOUGH", 10**6, "lonely_decode"),
+        ("TAKEN", (), "scene"),
+        ("EXPIRED", ("stateferry_grants", "released"), "lonely_prefill"),
+    ],
+)
+def test_a_wrong_number_or_count_is_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, value: object, noticed: str
+) -> None:
+    monkeypatch.setattr(partner, name, value)
+    assert noticed in wrong(caplog)
+
+
+@pytest.mark.parametrize(
+    ("method", "noticed"),
+    [("offer_came", "one_offer"), ("answered", "lonely_decode"), ("heard", "lonely_prefill")],
+)
+def test_a_watch_that_is_deaf_is_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str, noticed: str
+) -> None:
+    monkeypatch.setattr(PartnerWatch, method, lambda self, *args: None)
+    assert noticed in wrong(caplog)
