@@ -7,16 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from stateferry.config import parse_config
+from stateferry.cli.examples import examples
+from stateferry.cli.passed_on import option_name, refuse_misspelt
+from stateferry.cli.preflight import check_model, check_ports, http_port
+from stateferry.cli.serve_settings import OPTION_OF, read_options
+from stateferry.config import Config
 from stateferry.errors import ConfigError, EngineError
-from stateferry.ferry.keys import control_key
-from stateferry.moriio import read_settings, speaks_moriio
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
+from stateferry.vllm.versions import vllm_version
 
 CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's size of the KV cache on CPU, in GiB."""
@@ -28,6 +31,10 @@ serve_app = typer.Typer(
     speaks vLLM's `kv_transfer_params` protocol in front (vllm-router, llm-d, Dynamo).""",
     no_args_is_help=True,
     rich_markup_mode=None,
+    epilog=examples(
+        "stateferry serve prefill ./model --port 8100",
+        "stateferry serve decode ./model --port 8200",
+    ),
 )
 
 PASS_ON = {
@@ -99,7 +106,15 @@ Set = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")]
 
 
-@serve_app.command("prefill", short_help="Start the engine that reads prompts.", context_settings=PASS_ON)
+@serve_app.command(
+    "prefill",
+    short_help="Start the engine that reads prompts.",
+    context_settings=PASS_ON,
+    epilog=examples(
+        "stateferry serve prefill ./model --port 8100 --max-model-len 8192",
+        "stateferry serve prefill ./model --kv-host 10.0.0.1 --auth-key-file control.key",
+    ),
+)
 def prefill(
     context: typer.Context,
     model: Model,
@@ -113,15 +128,23 @@ def prefill(
     setting: Set = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Start the engine that reads prompts.
+    """Start the engine that reads prompts."""
+    _refuse(model, context)
+    settings = read_options(
+        transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or []
+    )
+    _serve(Role.PREFILL, model, *settings, context.args, dry_run)
 
-    Example: stateferry serve prefill ./model --port 8100 --max-model-len 8192
-    """
-    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or [])
-    _serve(Role.PREFILL, model, extra, context.args, dry_run)
 
-
-@serve_app.command("decode", short_help="Start the engine that writes answers.", context_settings=PASS_ON)
+@serve_app.command(
+    "decode",
+    short_help="Start the engine that writes answers.",
+    context_settings=PASS_ON,
+    epilog=examples(
+        "stateferry serve decode ./model --port 8200 --max-model-len 8192 --verify state",
+        "stateferry serve decode ./model --port 8200 --set transfer_timeout_s=30 --dry-run",
+    ),
+)
 def decode(
     context: typer.Context,
     model: Model,
@@ -135,93 +158,53 @@ def decode(
     setting: Set = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Start the engine that writes answers.
-
-    Example: stateferry serve decode ./model --port 8200 --max-model-len 8192 --verify state
-    """
-    extra = _settings(transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or [])
-    _serve(Role.DECODE, model, extra, context.args, dry_run)
-
-
-def serve_command(role: Role, model: str, extra: dict[str, Any], arguments: Sequence[str]) -> list[str]:
-    """The command line of vLLM's server."""
-    config = {
-        "kv_connector": STATEFERRY,
-        "kv_connector_module_path": STATEFERRY_MODULE,  # also where VLLM_PLUGINS leaves us out
-        "kv_role": role.value,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [*command, "--kv-transfer-config", json.dumps(config), *arguments]
+    """Start the engine that writes answers."""
+    _refuse(model, context)
+    settings = read_options(
+        transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or []
+    )
+    _serve(Role.DECODE, model, *settings, context.args, dry_run)
 
 
-def _settings(
-    transport: str | None,
-    kv_host: str | None,
-    kv_port: str | None,
-    auth_key_file: str | None,
-    lease_s: str | None,
-    load_mode: str | None,
-    verify: str | None,
-    others: Sequence[str],
-) -> dict[str, Any]:
-    """Our options as `kv_connector_extra_config`, checked. Raises ConfigError."""
-    named = {
-        "transport": transport,
-        "host": kv_host,
-        "port": kv_port,
-        "lease_s": lease_s,
-        "load_mode": load_mode,
-        "verify": verify,
-    }
-    extra: dict[str, Any] = {key: _value(text) for key, text in named.items() if text is not None}
-    if auth_key_file is not None:
-        extra["auth_key_file"] = str(Path(auth_key_file).absolute())
-    for text in others:
-        key, separator, value = text.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"--set {text!r}: expected key=value, such as --set transfer_timeout_s=30")
-        if key in extra:
-            raise ConfigError(f"--set {text!r}: {key!r} is given twice")
-        extra[key] = _value(value)
-    try:
-        config = (
-            read_settings(extra, default_host="127.0.0.1", environ=os.environ)[0]
-            if speaks_moriio(extra)
-            else parse_config(extra)
-        )
-    except ConfigError as e:
-        raise ConfigError(_with_options(str(e), named)) from e
-    control_key(config, config.bind_host or config.host)
-    return extra
+def transfer_config(role: Role, extra: Mapping[str, Any]) -> str:
+    """The value of vLLM's `--kv-transfer-config`."""
+    return json.dumps(
+        {
+            "kv_connector": STATEFERRY,
+            "kv_connector_module_path": STATEFERRY_MODULE,  # also where VLLM_PLUGINS leaves us out
+            "kv_role": role.value,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    )
 
 
-def _with_options(text: str, named: Mapping[str, str | None]) -> str:
-    """Call a setting by the option that it was given with."""
-    for key in (key for key, value in named.items() if value is not None):
-        option = {"host": "--kv-host", "port": "--kv-port"}.get(key, f"--{key.replace('_', '-')}")
-        text = text.replace(f"kv_connector_extra_config: key {key!r} = ", f"{option} ")
-    return text
-
-
-def _value(text: str) -> Any:
-    """Numbers, true, false and lists are read as JSON; anything else is a string."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _serve(role: Role, model: str, extra: dict[str, Any], arguments: Sequence[str], dry_run: bool) -> None:
+def _refuse(model: str, context: typer.Context) -> None:
+    """Raise ConfigError for what is surely meant otherwise among the arguments that vLLM would get."""
     if model.startswith("-"):
         raise ConfigError(f"MODEL comes before vLLM's own options, found {model!r} in its place")
-    if any(argument.partition("=")[0] == "--kv-transfer-config" for argument in arguments):
+    if any(option_name(argument) == "--kv-transfer-config" for argument in context.args):
         raise ConfigError(
             "--kv-transfer-config is what this command builds; use --set key=value for settings, or start "
             "vLLM yourself to write all of it"
         )
-    command = serve_command(role, model, extra, arguments)
+    ours = [name for parameter in context.command.params for name in parameter.opts if name[:2] == "--"]
+    keys = (field.name for field in msgspec.structs.fields(Config))
+    others = {f"--{key.replace('_', '-')}": key for key in keys if key not in OPTION_OF}
+    refuse_misspelt(context.args, ours, others)
+
+
+def _serve(
+    role: Role,
+    model: str,
+    extra: Mapping[str, Any],
+    config: Config,
+    arguments: Sequence[str],
+    dry_run: bool,
+) -> None:
+    transfer = transfer_config(role, extra)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--kv-transfer-config", transfer, *arguments]
     if dry_run:
         print(shlex.join(command))
         return
@@ -230,21 +213,26 @@ def _serve(role: Role, model: str, extra: dict[str, Any], arguments: Sequence[st
             "vLLM is not installed in this Python environment. With StateFerry's source: `make setup`; "
             "otherwise pip install 'stateferry[cpu]' or 'stateferry[cuda]'."
         )
-    print(
-        f"stateferry: starting a {role.name.lower()} engine; what fails to arrive is recomputed "
-        "(kv_load_failure_policy=recompute)",
-        file=sys.stderr,
-        flush=True,
+    check_model(model, arguments)
+    check_ports(arguments, config)
+    port = http_port(arguments)
+    _say(
+        f"starting a {role.name.lower()} engine with {model}"
+        + (f", HTTP on port {port}" if port is not None else "")
+        + f"; vLLM {vllm_version()} is imported first, which takes seconds without a word"
     )
+    _say(f"it gets --kv-transfer-config '{transfer}'")
+    if role is Role.DECODE:
+        _say("what fails to arrive is computed here (kv_load_failure_policy recompute)")
     if _for_cpu() and CACHE_GIB not in os.environ:
         # vLLM would take nearly all of the machine's memory, which leaves none for the other engine.
         os.environ[CACHE_GIB] = "4"
-        print(
-            f"stateferry: 4 GiB for the KV cache; set {CACHE_GIB} for another size",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"4 GiB for the KV cache; set {CACHE_GIB} for another size")
     os.execvp(command[0], command)
+
+
+def _say(text: str) -> None:
+    print(f"stateferry: {text}", file=sys.stderr, flush=True)
 
 
 def _for_cpu() -> bool:
