@@ -16,7 +16,7 @@ from stateferry.bench.arms import IN_TREE, ONE_ENGINE, Arm, arm_spec
 from stateferry.bench.figures import QUANTILES, quantiles, spread
 from stateferry.bench.report import page
 from stateferry.bench.streams import Streamed
-from stateferry.cli import bench_engines
+from stateferry.cli import bench_arms
 from stateferry.cli.main import app
 from stateferry.errors import ConfigError
 
@@ -210,7 +210,7 @@ def test_a_bench_prints_a_result_that_can_be_kept_and_writes_its_page(
     def started(*args: object, **more: object) -> Iterator[list[Arm]]:
         yield [arm for arm, *_ in pairs]
 
-    monkeypatch.setattr(bench_engines, "started_arms", started)
+    monkeypatch.setattr(bench_arms, "started_arms", started)
     command = ["bench", bench, "--arm", "cma", "--arm", "in-tree", "--repeats", "1", *arguments]
     out = tmp_path / "out.html"
     printed = CliRunner().invoke(app, [*command, "--json", "--report", str(out)])
@@ -231,7 +231,7 @@ def test_errors_end_the_agentx_bench_with_a_failure(
     def started(*args: object, **more: object) -> Iterator[list[Arm]]:
         yield [arm]
 
-    monkeypatch.setattr(bench_engines, "started_arms", started)
+    monkeypatch.setattr(bench_arms, "started_arms", started)
     monkeypatch.setattr(agentx.bench, "counted", lambda client, arm: agentx.report.Counted())
     decode.fails = 1
     command = ["bench", "agentx", "--arm", "cma", "--repeats", "1", "--count", "3", "--no-one-engine"]

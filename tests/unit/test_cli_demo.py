@@ -96,7 +96,7 @@ class Demo:
                 *(sys.executable, "-c", "from stateferry.cli.main import main; main()"),
                 *("demo", "--log-folder", str(self.logs), *arguments),
             ],
-            env={**os.environ, name: value, "PYTHONPATH": str(folder / "fake")},
+            env={**os.environ, name: value, "PYTHONPATH": ":".join([str(folder / "fake"), *sys.path])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -149,10 +149,14 @@ def test_ctrl_c_stops_everything(start: Callable[..., Demo], number: signal.Sign
     wait_for_log(demo, "starting")
     assert len(demo.left()) >= 2
     demo.process.send_signal(number)
-    _, errors = demo.process.communicate(timeout=30)
+    output, errors = demo.process.communicate(timeout=30)
     assert demo.process.returncode == code
     assert demo.left() == []
     assert "Traceback" not in errors
+    said = [line.strip() for line in output.splitlines()]
+    said = said[said.index("stopping 2 servers: prefill, decode") :]
+    assert said[1] in ("1 to go: prefill", "1 to go: decode")
+    assert said[2] == "all stopped"
 
 
 def test_an_engine_that_dies_ends_the_demo_with_its_reason(start: Callable[..., Demo]) -> None:

@@ -115,6 +115,20 @@ def test_one_server_can_be_stopped_and_the_others_stay(stack: Stack, tmp_path: P
     assert stack.servers == (two,)
 
 
+def test_who_watches_hears_of_every_server_that_starts_and_of_those_that_still_run(tmp_path: Path) -> None:
+    heard: list[tuple[list[str], bool]] = []
+    with Stack(tmp_path, watch=lambda names, ending: heard.append((list(names), ending))) as stack:
+        one, _ = started(stack, tmp_path, "one"), started(stack, tmp_path, "two")
+        stack.wait_ready(30)
+        assert heard == [(["one"], False), (["one", "two"], False)]
+        stack.stop(one)
+        assert heard[2:] == [(["one"], True), ([], True)]
+        started(stack, tmp_path, "three")
+        del heard[:]
+    assert heard[0] == (["two", "three"], True)
+    assert [len(names) for names, _ in heard] == [2, 1, 0]
+
+
 def test_kill_leaves_nothing_of_a_server(stack: Stack, tmp_path: Path) -> None:
     server = started(stack, tmp_path)
     stack.wait_ready(30)

@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from stateferry.errors import ConfigError
-from stateferry.stack import NIXL, STATEFERRY, Engine, EngineSpec, ProgressCallback, Role, Stack
+from stateferry.stack import (
+    NIXL,
+    START_TIMEOUT_S,
+    STATEFERRY,
+    Engine,
+    EngineSpec,
+    ProgressCallback,
+    Role,
+    ServersCallback,
+    Stack,
+)
 
-START_TIMEOUT_S = 900.0
 IN_TREE = "in-tree NixlConnector"
 ONE_ENGINE = "one engine"
 TRANSPORTS = ("cma", "nixl", "mooncake", "cudaipc", "auto")
@@ -80,15 +89,18 @@ def started_arms(
     specs: Sequence[ArmSpec],
     log_folder: Path | None = None,
     progress: ProgressCallback | None = None,
+    watch: ServersCallback = lambda names, ending: None,
     *,
     router: bool = False,
+    timeout_s: float = START_TIMEOUT_S,
     **engine: Any,  # more of EngineSpec, for all engines
 ) -> Iterator[list[Arm]]:
     """Two engines per arm, with a router before them if asked for; ended with the block.
 
-    Started pair by pair and stopped by signal again, unless there is only one.
+    Started pair by pair and stopped by signal again, unless there is only one. `timeout_s`: what each
+    server gets to start.
     """
-    with Stack(log_folder) as stack:
+    with Stack(log_folder, watch=watch) as stack:
         arms: list[Arm] = []
         try:
             for spec in specs:
@@ -99,10 +111,10 @@ def started_arms(
                 decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
                 arms.append(Arm(spec.name, (prefill, decode)))
                 for started in arms[-1].engines:
-                    started.wait_ready(START_TIMEOUT_S, progress)
+                    started.wait_ready(timeout_s, progress)
                 if router:
                     front = stack.start_router([prefill], [decode], ROUTER_ARGS)
-                    front.wait_ready(START_TIMEOUT_S, progress)
+                    front.wait_ready(timeout_s, progress)
                     arms[-1] = Arm(spec.name, (prefill, decode), front.url)
                 if len(specs) > 1:
                     arms[-1].stop()

@@ -21,23 +21,38 @@ from stateferry.bench import (
     arm_spec,
     measure,
     measure_plans,
-    started_arms,
 )
 from stateferry.bench.arms import TRANSPORTS
+from stateferry.cli.bench_arms import running_arms
 from stateferry.cli.bench_engines import agentx, agentx_sessions, handoff, interference
 from stateferry.cli.bench_footprint import footprint
 from stateferry.cli.bench_open import open_handoff
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
 from stateferry.cli.bench_transport import transport as bench_transport
-from stateferry.cli.starting import shown_progress
+from stateferry.cli.examples import examples
+from stateferry.cli.starting import StartTimeoutOption
 from stateferry.models import RECALL_GDN
+from stateferry.stack import START_TIMEOUT_S
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure, with every arm in the same run.")
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure, with every arm in the same run.",
+    epilog=examples("stateferry bench plan", "stateferry bench handoff --arm cma --report handoff.html"),
+)
 
-bench_app.command("transport")(bench_transport)
+bench_app.command(
+    "transport",
+    epilog=examples("stateferry bench transport --arm cma --arm nixl --tokens 8192 --json"),
+)(bench_transport)
 
 
-@bench_app.command("added-latency")
+@bench_app.command(
+    "added-latency",
+    epilog=examples(
+        "stateferry bench added-latency",
+        "stateferry bench added-latency --transport cma --requests 60 --json",
+    ),
+)
 def added_latency(
     requests: Annotated[int, typer.Option(help="Rounds; each asks every arm once.", min=1)] = 40,
     transport: Annotated[
@@ -48,6 +63,7 @@ def added_latency(
     ] = True,
     seed: Annotated[int, typer.Option(help="Of lengths and prompts.")] = 0,
     log_folder: LogOption = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
 ) -> None:
@@ -58,8 +74,7 @@ def added_latency(
     specs = [arm_spec(name) for name in (*(transport or ("cma", "nixl")), *(["in-tree"] if in_tree else []))]
     screen = Console(stderr=True)
     with (
-        shown_progress(screen) as starting,
-        started_arms(RECALL_GDN, specs, log_folder, starting) as arms,
+        running_arms(screen, RECALL_GDN, specs, log_folder, timeout_s) as arms,
         counting(screen, "rounds", requests) as done,
     ):
         result = measure(arms, requests, seed, done)
@@ -76,7 +91,7 @@ def added_latency(
     finish("added-latency", kept, [table], json_output, report)
 
 
-@bench_app.command("plan")
+@bench_app.command("plan", epilog=examples("stateferry bench plan --rounds 30 --report plan.html"))
 def plan(
     rounds: Annotated[int, typer.Option(help="Times that every arm runs.", min=5)] = 15,
     seed: Annotated[int, typer.Option(help="Of block ids and of the order of the arms.")] = 0,
@@ -95,12 +110,30 @@ def plan(
     finish("plan", kept, _plan_tables(measured), json_output, report)
 
 
-bench_app.command("footprint")(footprint)
-bench_app.command("open")(open_handoff)
-bench_app.command("handoff")(handoff)
-bench_app.command("interference")(interference)
-bench_app.command("agentx")(agentx)
-bench_app.command("agentx-sessions")(agentx_sessions)
+bench_app.command("footprint", epilog=examples("stateferry bench footprint --repeats 7 --json"))(footprint)
+bench_app.command("open", epilog=examples("stateferry bench open --repeats 7 --json"))(open_handoff)
+bench_app.command(
+    "handoff",
+    epilog=examples("stateferry bench handoff --arm cma --arm nixl --tokens 512 --concurrency 4 --repeats 7"),
+)(handoff)
+bench_app.command(
+    "interference",
+    epilog=examples(
+        "stateferry bench interference --arm cma --arm cma-sync",
+        "stateferry bench interference --decodes 4 --handoffs 8 --tokens 500 --report interference.html",
+    ),
+)(interference)
+bench_app.command(
+    "agentx",
+    epilog=examples(
+        "stateferry bench agentx --arm cma --count 4 --router",
+        "stateferry bench agentx --sessions recorded/ --scale 64 --json",
+    ),
+)(agentx)
+bench_app.command(
+    "agentx-sessions",
+    epilog=examples("stateferry bench agentx-sessions made-up --count 24 --seed 7"),
+)(agentx_sessions)
 
 
 def _plan_tables(measured: Sequence[Measured]) -> list[Table]:

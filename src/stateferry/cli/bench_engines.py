@@ -8,12 +8,14 @@ import typer
 from rich.console import Console
 
 from stateferry.bench import agentx as agents
-from stateferry.bench import arm_spec, started_arms
+from stateferry.bench import arm_spec
 from stateferry.bench import handoff as pairs
 from stateferry.bench import interference as running
+from stateferry.cli.bench_arms import running_arms
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, figure_table, finish
-from stateferry.cli.starting import shown_progress
+from stateferry.cli.starting import StartTimeoutOption
 from stateferry.models import RECALL_GDN
+from stateferry.stack import START_TIMEOUT_S
 
 ARMS = ["cma", "cma-sync", "in-tree"]
 LEASE_S = 300.0
@@ -48,6 +50,7 @@ def interference(
     model: ModelOption = RECALL_GDN,
     seed: Annotated[int, typer.Option(help="Of prompts and of the order of the arms.")] = 0,
     log_folder: LogOption = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
 ) -> None:
@@ -60,8 +63,7 @@ def interference(
     specs = [arm_spec(name, lease_s=LEASE_S) for name in arm or ARMS]
     screen = Console(stderr=True)
     with (
-        shown_progress(screen) as starting,
-        started_arms(model, specs, log_folder, starting) as arms,
+        running_arms(screen, model, specs, log_folder, timeout_s) as arms,
         counting(screen, "repeats", repeats) as done,
     ):
         result = running.measure(arms, repeats, load, seed, done, one_engine)
@@ -106,6 +108,7 @@ def agentx(
     model: ModelOption = RECALL_GDN,
     seed: Annotated[int, typer.Option(help="Of made-up sessions, lanes and the order of arms.")] = 0,
     log_folder: LogOption = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
 ) -> None:
@@ -125,8 +128,7 @@ def agentx(
     screen = Console(stderr=True)
     total = repeats * (len(specs) + one_engine)
     with (
-        shown_progress(screen) as starting,
-        started_arms(model, specs, log_folder, starting, router=router) as arms,
+        running_arms(screen, model, specs, log_folder, timeout_s, router=router) as arms,
         counting(screen, "replays", total) as done,
     ):
         result = agents.measure(arms, found, repeats, settings, done, one_engine)
@@ -163,6 +165,7 @@ def handoff(
     model: ModelOption = RECALL_GDN,
     seed: Annotated[int, typer.Option(help="Of prompts and of the order of arms and cells.")] = 0,
     log_folder: LogOption = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
 ) -> None:
@@ -175,8 +178,7 @@ def handoff(
     lengths, at_a_time = tokens or list(pairs.LENGTHS), concurrency or list(pairs.CONCURRENCIES)
     screen = Console(stderr=True)
     with (
-        shown_progress(screen) as starting,
-        started_arms(model, specs, log_folder, starting, router=router) as arms,
+        running_arms(screen, model, specs, log_folder, timeout_s, router=router) as arms,
         counting(screen, "turns of arms", repeats * len(specs)) as done,
     ):
         result = pairs.measure(arms, lengths, at_a_time, repeats, seed, done)

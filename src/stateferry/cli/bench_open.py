@@ -8,15 +8,17 @@ from rich.table import Table
 
 from stateferry.bench import open_cost
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish, shown_spread
-from stateferry.cli.starting import shown_progress
+from stateferry.cli.starting import StartTimeoutOption, shown_progress
+from stateferry.cli.stopping import said_while_stopping
 from stateferry.models import RECALL_GDN
-from stateferry.stack import EngineSpec, Role, Stack
+from stateferry.stack import START_TIMEOUT_S, EngineSpec, Role, Stack
 
 
 def open_handoff(
     repeats: Annotated[int, typer.Option(help="Times at rest, and with an offer open.", min=1)] = 5,
     seconds: Annotated[float, typer.Option(help="How long the engine is watched, each time.", min=1)] = 5.0,
     log_folder: LogOption = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
 ) -> None:
@@ -27,10 +29,10 @@ def open_handoff(
     screen = Console(stderr=True)
     lease_s = open_cost.lease_needed_s(seconds)
     spec = EngineSpec(model=RECALL_GDN, role=Role.PREFILL, extra_config={"lease_s": lease_s})
-    with Stack(log_folder) as stack:
+    with said_while_stopping(screen) as watch, Stack(log_folder, watch=watch) as stack:
         engine = stack.start(spec)
         with shown_progress(screen) as starting:
-            engine.wait_ready(progress=starting)
+            engine.wait_ready(timeout_s, starting)
         with counting(screen, "repeats", repeats) as done:
             result = open_cost.measure(engine, lease_s, repeats, seconds, on_repeat=done)
     summary = result.summary()

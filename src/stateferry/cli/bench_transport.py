@@ -47,8 +47,6 @@ def transport(
     and by the longest call, and the processor time of both processes. The limit is one plain copy of as many
     bytes. Needs about 5 GB of memory for the longest prompts; nothing
     else should run on the machine.
-
-    Example: stateferry bench transport --arm cma --arm nixl --tokens 8192 --json
     """
     names = arm or list(TRANSPORTS[memory])
     unknown = [name for name in names if name not in TRANSPORTS[memory]]

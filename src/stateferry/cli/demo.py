@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from stateferry.cli.showcase import Asked, ask_all
-from stateferry.cli.starting import shown_progress
+from stateferry.cli.starting import StartTimeoutOption, shown_progress
+from stateferry.cli.stopping import said_while_stopping
 from stateferry.config import LoadMode, parse_config
 from stateferry.errors import EngineError
-from stateferry.stack import Client, EngineSpec, Role, Stack
+from stateferry.stack import START_TIMEOUT_S, Client, EngineSpec, Role, Stack
 
 QUESTIONS = ((1, 60), (2, 150), (3, 400), (4, 900))
 """Seed and length in tokens of each prompt."""
@@ -30,9 +31,7 @@ def demo(
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the servers' logs here.", show_default=False)
     ] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", help="Longest wait for the servers to start.")
-    ] = 600.0,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line; the rest to stderr.")
     ] = False,
@@ -41,8 +40,6 @@ def demo(
 
     Takes about a minute on two cores. Exit code 0 if two engines answer exactly as one does, and
     right, and if they are wrong when the recurrent state is withheld.
-
-    Example: stateferry demo --transport nixl --json
     """
     extra = {"transport": transport, "load_mode": load_mode, "testing": True}
     parse_config(extra)
@@ -52,7 +49,11 @@ def demo(
     console.print("StateFerry demo: a prefill engine, a decode engine and a router on this machine.\n")
     started = time.monotonic()
     try:
-        with Stack(log_folder) as stack, Client() as client:
+        with (
+            said_while_stopping(console) as watch,
+            Stack(log_folder, watch=watch) as stack,
+            Client() as client,
+        ):
             prefill = stack.start(EngineSpec(model=RECALL_GDN, role=Role.PREFILL, extra_config=extra))
             decode = stack.start(EngineSpec(model=RECALL_GDN, role=Role.DECODE, extra_config=extra))
             with shown_progress(console) as progress:
@@ -64,7 +65,7 @@ def demo(
             with console.status("asking") as status:
                 asked = ask_all(client, prefill, decode, router, questions, status.update)
             stack.check_alive()
-            console.print("\nStopping the servers …")
+            console.print()
     except EngineError as e:
         if json_output:
             print(json.dumps({"passed": False, "problems": [str(e)]}))

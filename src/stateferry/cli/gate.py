@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stateferry.cli.starting import shown_progress
+from stateferry.cli.starting import StartTimeoutOption, shown_progress
+from stateferry.cli.stopping import said_while_stopping
 from stateferry.config import LoadMode, parse_config
 from stateferry.errors import ConfigError, StateFerryError
 from stateferry.gate import (
@@ -29,7 +30,7 @@ from stateferry.gate import (
     seeded,
 )
 from stateferry.models import FAMILIES
-from stateferry.stack import ProgressCallback
+from stateferry.stack import START_TIMEOUT_S, ProgressCallback, ServersCallback
 
 FULL_FAMILIES = ("mamba2", "short_conv")
 """Random models that `--full` judges beside the bundled one."""
@@ -73,14 +74,13 @@ def gate(
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)
     ] = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
 ) -> None:
     """Prove that two engines answer exactly as one does, and that lost state would show.
 
     Starts a prefill and a decode engine, or takes two by their URLs. Compares tokens and top-20
     log-probabilities without any tolerance, then damages hand-offs on purpose: the gate passes only if
     every good one is exact and every damage is caught. docs/gate.md says what each line means.
-
-    Example: stateferry gate --json
     """
     parse_config({"transport": transport, "load_mode": load_mode, "testing": True})
     running = _running(prefill_url, decode_url, chunk_tokens)
@@ -95,16 +95,18 @@ def gate(
     if not console.is_terminal:
         console = Console(stderr=json_output, width=140)  # a log is not folded at 80
     try:
-        report = run_gate(
-            subjects,
-            FULL if full else SMALL,
-            full=full,
-            transport=transport,
-            load_mode=load_mode,
-            running=running,
-            watcher=_Shown(console),
-            log_folder=log_folder,
-        )
+        with said_while_stopping(console) as servers:
+            report = run_gate(
+                subjects,
+                FULL if full else SMALL,
+                full=full,
+                transport=transport,
+                load_mode=load_mode,
+                running=running,
+                watcher=_Shown(console, servers),
+                log_folder=log_folder,
+                start_timeout_s=timeout_s,
+            )
     except StateFerryError as e:
         if json_output:
             print(json.dumps({"passed": False, "failures": [str(e)]}))
@@ -140,8 +142,9 @@ def _write(report: GateReport, folder: Path) -> Path:
 class _Shown:
     """Shows a run's stages on a console: bars on a terminal, lines elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, servers: ServersCallback) -> None:
         self._console = console
+        self._servers = servers
 
     @contextmanager
     def stage(self, name: str, steps: int) -> Iterator[Callable[[], None]]:
@@ -158,6 +161,9 @@ class _Shown:
     def starting(self, name: str) -> AbstractContextManager[ProgressCallback]:
         self._console.print(f"{name}: starting a prefill and a decode engine", markup=False)
         return shown_progress(self._console)
+
+    def servers(self, names: Sequence[str], ending: bool) -> None:
+        self._servers(names, ending)
 
 
 def _show(console: Console, report: GateReport) -> None:

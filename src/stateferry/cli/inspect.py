@@ -56,8 +56,6 @@ def inspect(
     Reads MODEL's config.json; loads no weights, starts no engine, takes seconds. vLLM itself makes the
     layout: what is shown is what an engine with these options hands out on this machine. Every other option
     goes to vLLM, as with `stateferry serve`.
-
-    Example: stateferry inspect ./model --tp 1 --tp 2 --tokens 4096 --max-model-len 8192
     """
     arguments = [] if block_size is None else ["--block-size", str(block_size)]
     if model.startswith("-"):

@@ -15,8 +15,6 @@ def key(
 
     Every engine needs a copy of the same file: --auth-key-file FILE, or auth_key_file in
     kv_connector_extra_config. docs/security.md says what it protects and how to change it.
-
-    Example: stateferry key control.key
     """
     write_key(file)
     print(f"wrote {file}: copy it to every engine and set auth_key_file there")

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stateferry.cli.starting import shown_progress
+from stateferry.cli.starting import StartTimeoutOption, shown_progress
+from stateferry.cli.stopping import said_while_stopping
 from stateferry.gate.soak import Soak, SoakReport, start_engines
-from stateferry.stack import Client, Stack
+from stateferry.stack import START_TIMEOUT_S, Client, Stack
 
 
 def soak(
@@ -25,23 +26,23 @@ def soak(
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)
     ] = None,
+    timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Hand off for a long time with clients that leave and one fault in twenty reads.
 
     Passes when every answer is what one engine says, every hand-off ended in a named way, nothing is held
     at the end, and memory, threads and file descriptors do not grow.
-
-    \b
-    Examples:
-      stateferry soak --minutes 3
-      stateferry soak --transport nixl --json
     """
     screen = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[asked]} requests"))
-    with Stack(log_folder) as stack, Client(timeout_s=120.0) as client:
+    with (
+        said_while_stopping(screen) as watch,
+        Stack(log_folder, watch=watch) as stack,
+        Client(timeout_s=120.0) as client,
+    ):
         with shown_progress(screen) as starting:
-            prefill, decode = start_engines(stack, transport, starting)
+            prefill, decode = start_engines(stack, transport, starting, timeout_s)
         with Progress(*columns, TimeRemainingColumn(), console=screen) as progress:
             task = progress.add_task("soaking", total=1.0, asked=0)
             report = Soak(client, prefill, decode, seed).run(

@@ -2,12 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from stateferry.stack import Progress, ProgressCallback
+
+StartTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--timeout-s", min=1.0, help="Longest wait for what is started; a loaded machine needs more."
+    ),
+]
+"""For every command that starts engines; the default is START_TIMEOUT_S."""
 
 STEPS = (
     ("api_server --model", "importing vLLM"),

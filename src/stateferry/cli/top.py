@@ -40,13 +40,6 @@ def top(
     them as much as Prometheus does. Which requests were slow or failed is told by exemplars, one of each
     cause and each step of time; docs/metrics.md says when there are none.
 
-    \b
-    Examples:
-      stateferry top http://127.0.0.1:8100 http://127.0.0.1:8200
-      stateferry top --router http://127.0.0.1:8000
-      stateferry top --router http://127.0.0.1:8000 --once          a plain table, for a log or a ticket
-      stateferry top --router http://127.0.0.1:8000 --once --json   the same for a program
-
     Exit codes: 0 all right · 2 bad arguments · 3 no engine answered, or the router does not say which it has.
     """
     engines = [Found(url.rstrip("/")) for url in urls or ()]

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +19,15 @@ from stateferry.gate.engines import Engines, RealEngines, check_ready, facts_of,
 from stateferry.gate.report import GateReport, ModelReport, summarise_clean, summarise_plain
 from stateferry.gate.structure import check_structure
 from stateferry.gate.subjects import Subject
-from stateferry.stack import AnswerError, Client, EngineSpec, ProgressCallback, Role, Stack
+from stateferry.stack import (
+    START_TIMEOUT_S,
+    AnswerError,
+    Client,
+    EngineSpec,
+    ProgressCallback,
+    Role,
+    Stack,
+)
 from stateferry.stack.host import commit, host_facts
 
 CHUNK_TOKENS = 1024
@@ -29,7 +37,6 @@ LEASE_S = 120.0
 """Longer than in production: on a busy machine a lease that ends is no wrong answer, but no answer either."""
 PATIENCE_S = 300.0
 """For the same reason: the gate asks whether answers are right, not how soon."""
-START_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,9 @@ class Watcher(Protocol):
     def starting(self, name: str) -> AbstractContextManager[ProgressCallback | None]:
         """Engines start; what is yielded is told how far they are."""
 
+    def servers(self, names: Sequence[str], ending: bool) -> None:
+        """See `stack.ServersCallback`."""
+
 
 class Silent:
     """A watcher that does not look."""
@@ -69,6 +79,9 @@ class Silent:
     def starting(self, name: str) -> AbstractContextManager[ProgressCallback | None]:
         """See Watcher."""
         return nullcontext(None)
+
+    def servers(self, names: Sequence[str], ending: bool) -> None:
+        """See Watcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +126,12 @@ def run_gate(
     running: Running | None = None,
     watcher: Watcher | None = None,
     log_folder: Path | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> GateReport:
-    """Try every subject. Raises EngineError where engines do not start or die, ConfigError where running
-    ones cannot be judged."""
+    """Try every subject; `start_timeout_s` is what its engines get to start.
+
+    Raises EngineError where engines do not start or die, ConfigError where running ones cannot be judged.
+    """
     watcher = watcher or Silent()
     start = time.monotonic()
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -123,7 +139,7 @@ def run_gate(
     models = [
         _running(subject, size, running, transport, watcher)
         if running is not None
-        else _started(subject, size, transport, load_mode, watcher, log_folder)
+        else _started(subject, size, transport, load_mode, watcher, log_folder, start_timeout_s)
         for subject in subjects
     ]
     return GateReport(
@@ -145,9 +161,13 @@ def _started(
     load_mode: str,
     watcher: Watcher,
     log_folder: Path | None,
+    start_timeout_s: float,
 ) -> ModelReport:
     stages = _Stages(watcher)
-    with tempfile.TemporaryDirectory(prefix="stateferry-gate-") as scratch, Stack(log_folder) as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="stateferry-gate-") as scratch,
+        Stack(log_folder, watch=watcher.servers) as stack,
+    ):
         with stages.starting(subject.name) as progress:
             model = subject.write(Path(scratch))
             extra: dict[str, Any] = {
@@ -172,7 +192,7 @@ def _started(
                 )
                 for role in (Role.PREFILL, Role.DECODE)
             )
-            stack.wait_ready(START_TIMEOUT_S, progress)
+            stack.wait_ready(start_timeout_s, progress)
         running = Running(prefill.url, decode.url, CHUNK_TOKENS)
         try:
             return _with_urls(subject, size, running, transport, stages)

@@ -16,7 +16,17 @@ from typing import Any
 
 from stateferry.gate.resources import Sample, growth, sample
 from stateferry.models import RECALL_GDN, recall_prompt
-from stateferry.stack import AnswerError, Client, Engine, EngineSpec, ProgressCallback, Role, Stack, held
+from stateferry.stack import (
+    START_TIMEOUT_S,
+    AnswerError,
+    Client,
+    Engine,
+    EngineSpec,
+    ProgressCallback,
+    Role,
+    Stack,
+    held,
+)
 
 CLEAN = "none"
 GONE_BETWEEN = "client gone between the legs"
@@ -60,7 +70,6 @@ SAMPLE_S = 5.0
 SETTLE_S = 40.0
 TRANSFER_TIMEOUT_S = 10.0
 LEASE_S = 15.0
-START_TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)
@@ -228,7 +237,10 @@ def _hang_up(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_engines(
-    stack: Stack, transport: str = "auto", starting: ProgressCallback | None = None
+    stack: Stack,
+    transport: str = "auto",
+    starting: ProgressCallback | None = None,
+    timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[Engine, Engine]:
     """A prefill and a decode engine as a soak needs them. Raises EngineError when one does not start."""
     extra = {
@@ -254,5 +266,5 @@ def start_engines(
         )
         for role in (Role.PREFILL, Role.DECODE)
     )
-    stack.wait_ready(START_TIMEOUT_S, starting)
+    stack.wait_ready(timeout_s, starting)
     return prefill, decode

@@ -14,12 +14,13 @@ from stateferry.stack.held import held
 from stateferry.stack.host import commit, host_facts
 from stateferry.stack.metrics import Metrics, Sample
 from stateferry.stack.router import Router
-from stateferry.stack.server import Progress, ProgressCallback, Server
-from stateferry.stack.stack import Stack
+from stateferry.stack.server import START_TIMEOUT_S, Progress, ProgressCallback, Server
+from stateferry.stack.stack import ServersCallback, Stack
 
 __all__ = [
     "NIXL",
     "PREFILL_PARAMS",
+    "START_TIMEOUT_S",
     "STATEFERRY",
     "STATEFERRY_MODULE",
     "AnswerError",
@@ -37,6 +38,7 @@ __all__ = [
     "Router",
     "Sample",
     "Server",
+    "ServersCallback",
     "Stack",
     "commit",
     "held",

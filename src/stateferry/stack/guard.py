@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 GRACE_S = 10.0
@@ -46,11 +47,14 @@ def send(pid: int, number: signal.Signals) -> None:
         return
 
 
-def end_sessions(leaders: list[int], grace_s: float = GRACE_S) -> None:
+def end_sessions(
+    leaders: list[int], grace_s: float = GRACE_S, ended: Callable[[int], None] = lambda leader: None
+) -> None:
     """SIGTERM to each leader, so that it ends its own children; what is left after `grace_s` is killed.
 
     What a leader leaves behind when it ends gets ORPHAN_GRACE_S. Returns when no process of these
-    sessions is left (zombies aside: their parents reap them).
+    sessions is left (zombies aside: their parents reap them). `ended` is called with each leader, once,
+    when nothing of its session is left, or the kernel does not let go of it.
     """
     now = time.monotonic()
     deadlines = dict.fromkeys(leaders, now + grace_s)
@@ -62,6 +66,7 @@ def end_sessions(leaders: list[int], grace_s: float = GRACE_S) -> None:
             members = session_members(leader)
             if not members or now > deadline + STUCK_S:
                 del deadlines[leader]
+                ended(leader)
             elif now > deadline:  # looked for and killed again until none is left: it may fork meanwhile
                 for member in members:
                     send(member, signal.SIGKILL)

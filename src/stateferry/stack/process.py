@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from stateferry.stack import guard, logs
@@ -65,11 +65,18 @@ class Child:
             guard.send(pid, signal.SIGCONT)
 
 
-def end_all(children: Sequence[Child], grace_s: float = guard.GRACE_S) -> None:
-    """End the children and everything under them, all at the same time. Returns when none is left."""
+def end_all(
+    children: Sequence[Child],
+    grace_s: float = guard.GRACE_S,
+    ended: Callable[[int], None] = lambda pid: None,
+) -> None:
+    """End the children and everything under them, all at the same time. Returns when none is left.
+
+    `ended` is called with each child's pid, once, when it is gone with everything under it.
+    """
     for child in children:
         child.thaw()
-    guard.end_sessions([child.pid for child in children], grace_s)
+    guard.end_sessions([child.pid for child in children], grace_s, ended)
     for child in children:
         child.wait()
 

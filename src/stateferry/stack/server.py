@@ -13,6 +13,8 @@ from stateferry.stack import logs
 from stateferry.stack.ports import HOST, HeldPort
 from stateferry.stack.process import Child
 
+START_TIMEOUT_S = 600.0
+"""What servers get to start: ten times what two engines take on a quiet machine with two cores."""
 POLL_S = 0.1
 PROGRESS_S = 0.5
 ATTEMPTS = 3
@@ -83,7 +85,9 @@ class Server(ABC):
         """Stop holding what the server has bound by now, or will never bind."""
         self._port.close()
 
-    def wait_ready(self, timeout_s: float = 300.0, progress: ProgressCallback | None = None) -> None:
+    def wait_ready(
+        self, timeout_s: float = START_TIMEOUT_S, progress: ProgressCallback | None = None
+    ) -> None:
         """Wait until `/health` answers. See `wait_all_ready`."""
         wait_all_ready([self], timeout_s, progress)
 

@@ -3,7 +3,7 @@
 import atexit
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,7 +13,11 @@ from stateferry.stack.engine import Engine, EngineSpec
 from stateferry.stack.guard import GRACE_S
 from stateferry.stack.process import Guardian, end_all
 from stateferry.stack.router import Router
-from stateferry.stack.server import ProgressCallback, Server, wait_all_ready
+from stateferry.stack.server import START_TIMEOUT_S, ProgressCallback, Server, wait_all_ready
+
+ServersCallback = Callable[[Sequence[str], bool], None]
+"""Is told the names of a stack's servers on every change: of those that were started (False), and of those
+that are being ended and still run (True; at first all of them, at last none)."""
 
 
 class Stack:
@@ -24,9 +28,15 @@ class Stack:
     the end, unless an EngineError ends the block.
     """
 
-    def __init__(self, log_folder: Path | None = None, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        log_folder: Path | None = None,
+        grace_s: float = GRACE_S,
+        watch: ServersCallback = lambda names, ending: None,
+    ) -> None:
         """`grace_s`: what servers get to end by themselves before they are killed."""
         self._grace_s = grace_s
+        self._tell = watch
         self._temporary = log_folder is None
         self.log_folder = Path(tempfile.mkdtemp(prefix="stateferry-")) if log_folder is None else log_folder
         self.log_folder.mkdir(parents=True, exist_ok=True)
@@ -62,8 +72,11 @@ class Stack:
         """Own a server of another kind, just started: it is waited for and ended with the rest."""
         self._servers.append(server)
         self._watch(server)
+        self._tell([server.name for server in self._servers], False)
 
-    def wait_ready(self, timeout_s: float = 300.0, progress: ProgressCallback | None = None) -> None:
+    def wait_ready(
+        self, timeout_s: float = START_TIMEOUT_S, progress: ProgressCallback | None = None
+    ) -> None:
         """Wait until everything started here is healthy.
 
         Raises EngineError when one ends first or the time is over; the `with` block then ends all.
@@ -77,7 +90,15 @@ class Stack:
 
     def stop(self, *servers: Server) -> None:
         """End some of the servers, at the same time."""
-        end_all([server.child for server in servers], self._grace_s)
+        left = {server.pid: server.name for server in servers}
+        if left:
+            self._tell(list(left.values()), True)
+
+        def ended(pid: int) -> None:
+            left.pop(pid, None)
+            self._tell(list(left.values()), True)
+
+        end_all([server.child for server in servers], self._grace_s, ended)
         for server in servers:
             server.release_ports()
             self._guardian.remove(server.child)
