@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from stateferry.block_ids import BlockIds
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId
 from stateferry.session import (
     Cause,
@@ -62,7 +63,7 @@ def offer_of(name: str) -> Offer:
         engine_id=EngineId("p"),
         request_id=RequestId(f"request-{name}"),
         num_tokens=40,
-        block_ids=((1, 2, 3),),
+        block_ids=(BlockIds((1, 2, 3)),),
         first_blocks=(0,),
         prefix_digest="0" * 32,
         lease_s=LEASE_S,

@@ -8,6 +8,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config, Verify
 from stateferry.errors import ConfigError, TransportUnavailable
 from stateferry.ids import RequestId
@@ -397,7 +398,8 @@ def test_submitting_and_taking_never_wait_for_the_ferry_thread(pair: tuple[Engin
     offer = producer.grant(40, TABLES)
     consumer.open("r", offer)
     groups = tuple(
-        GroupLoad(i, offer.first_blocks[i], mine, offer.block_ids[i]) for i, mine in enumerate(LOCAL)
+        GroupLoad(i, offer.first_blocks[i], BlockIds(mine), offer.block_ids[i])
+        for i, mine in enumerate(LOCAL)
     )
     consumer.ferry.submit(Orders(loads=(Load(RequestId("r"), 0, groups),)), hold)
     assert held.wait(10.0)

@@ -7,12 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config, TransportName, Verify
 from stateferry.errors import LayoutError
 from stateferry.ferry.room import Room
 from stateferry.ids import RequestId
 from stateferry.layout.room import room_layout, slot_bytes
-from stateferry.session import Orders, Outcome
+from stateferry.session import GroupLoad, Orders, Outcome
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
 from stateferry.transport.base import TransportOptions
 from stateferry.transport.faults import FaultsTransport
@@ -39,10 +40,10 @@ def test_a_room_gives_whole_hand_offs_or_nothing(offer: Any) -> None:
     found = room.admit(FIRST, offer)
     assert found is not None
     load, fence = found
-    assert [(g.group, g.first_block, g.local_block_ids, g.remote_block_ids) for g in load.groups] == [
-        (0, 0, (0, 1, 2), (1, 2, 3)),
-        (1, 2, (3,), (4,)),
-    ]
+    assert load.groups == (
+        GroupLoad(0, 0, BlockIds((0, 1, 2)), BlockIds((1, 2, 3))),
+        GroupLoad(1, 2, BlockIds((3,)), BlockIds((4,))),
+    )
     assert fence()
     assert room.admit(SECOND, offer) is None, "four slots in three"
     assert room.free == [4, 5, 6]
@@ -62,8 +63,9 @@ def test_a_slot_is_not_written_while_a_device_still_copies_out_of_it(offer: Any)
 
 
 def test_tables_that_do_not_fit_are_an_error(offer: Any) -> None:
+    short = msgspec.structs.replace(offer, block_ids=(BlockIds((1, 2)), BlockIds((4,))))
     with pytest.raises(LayoutError, match="position"):
-        small_room(9).admit(FIRST, msgspec.structs.replace(offer, block_ids=((1, 2), (4,))))
+        small_room(9).admit(FIRST, short)
 
 
 def test_the_ferry_reads_ahead_releases_and_keeps_the_bytes_until_they_are_placed() -> None:

@@ -15,32 +15,36 @@ ANYTHING = None
 ALLOWED: Mapping[str, frozenset[str] | None] = {
     "errors": frozenset(),
     "ids": frozenset(),
+    "block_ids": frozenset(),
     "config": frozenset({"errors"}),
     "telemetry": frozenset({"errors", "ids"}),
     "layout": frozenset({"errors", "ids"}),
-    "wire": frozenset({"errors", "ids"}),
+    "wire": frozenset({"block_ids", "errors", "ids"}),
     "transport": frozenset({"errors", "ids", "layout.spec"}),
-    "session": frozenset({"errors", "ids", "layout", "wire"}),
+    "session": frozenset({"block_ids", "errors", "ids", "layout", "wire"}),
     "ferry": frozenset(
-        {"config", "errors", "ids", "layout", "session", "telemetry", "transport.base", "wire"}
+        {"block_ids", "config", "errors", "ids", "layout", "session", "telemetry", "transport.base", "wire"}
     ),
-    "moriio": frozenset({"config", "errors", "layout.spec", "wire"}),
+    "moriio": frozenset({"block_ids", "config", "errors", "layout.spec", "wire"}),
     "vllm": frozenset(
-        {"config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry", "transport", "wire"}
+        {"block_ids", "config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry"}
+        | {"transport", "wire"}
         # What `testing: true` asks for: damage on purpose.
         | {"testing.mutants"}
     ),
     "models": frozenset({"errors"}),
     "stack": frozenset({"errors"}),
     "testing": frozenset(
-        {"config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry", "transport", "wire"}
+        {"block_ids", "config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry"}
+        | {"transport", "wire"}
         # Tables without vLLM: made-up caches are described by what describes real ones.
         | {"vllm.kv_tables"}
     ),
     "gate": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "wire"}),
     "doctor": frozenset({"errors", "layout", "stack", "transport", "vllm.versions", "wire"}),
     "bench": frozenset(
-        {"config", "errors", "ids", "layout", "models", "session", "stack", "testing", "transport", "wire"}
+        {"block_ids", "config", "errors", "ids", "layout", "models", "session", "stack", "testing"}
+        | {"transport", "wire"}
     ),
     "watch": frozenset({"errors", "telemetry"}),
     "cli": ANYTHING,

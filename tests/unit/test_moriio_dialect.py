@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import control_port
 from stateferry.errors import ProtocolError
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId
@@ -30,7 +31,7 @@ STATE, ATTENTION, WINDOW = (group(kind) for kind in (GroupKind.STATE, GroupKind.
 LEFT_OUT = group(GroupKind.ATTENTION, transfers=False)
 HYBRID = (STATE, LEFT_OUT, STATE, ATTENTION)
 """As vLLM sorts them, and a group that is kept out of transfers between them."""
-TABLES = ((5,), (), (6,), (1, 2, 3))
+TABLES = (BlockIds((5,)), BlockIds(), BlockIds((6,)), BlockIds((1, 2, 3)))
 FIRSTS = (2, 0, 2, 0)
 
 
@@ -132,7 +133,9 @@ def test_attention_comes_first_then_the_recurrent_groups_in_their_order() -> Non
 def test_attention_alone_has_a_list_for_each_group() -> None:
     """F3.2."""
     groups = (WINDOW, ATTENTION)
-    params = dialect(groups).write(offer(block_ids=((7, 8), (1, 2, 3)), first_blocks=(1, 0)), ASKED)
+    params = dialect(groups).write(
+        offer(block_ids=(BlockIds((7, 8)), BlockIds((1, 2, 3))), first_blocks=(1, 0)), ASKED
+    )
     assert params["remote_block_ids"] == [[7, 8], [1, 2, 3]]
 
 

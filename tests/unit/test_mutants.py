@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId
@@ -28,10 +29,10 @@ BLOCKS = 24
 PAGE = CONV_BYTES + HEADS * HEAD_BYTES
 
 STATES = ("layers.0", "layers.1", "layers.2")
-TABLES = ((5,), (6,), (7,), (8, 9, 10))
+TABLES = tuple(map(BlockIds, ((5,), (6,), (7,), (8, 9, 10))))
 """Remote blocks: three states, then the attention blocks at positions 0 to 2."""
-LOCAL = ((11,), (12,), (13,), (14, 15, 16))
-OTHER = ((17,), (18,), (19,), (20, 21, 22))
+LOCAL = tuple(map(BlockIds, ((11,), (12,), (13,), (14, 15, 16))))
+OTHER = tuple(map(BlockIds, ((17,), (18,), (19,), (20, 21, 22))))
 
 
 def tensor(name: str, offset: int, count: int, unit: int, stride: int) -> CacheTensor:
@@ -76,7 +77,7 @@ def layout(layers_in_one_group: bool = False, heads: int = HEADS, states: int = 
     )
 
 
-def loads(tables: tuple[tuple[int, ...], ...] = TABLES, first_block: int = 0) -> tuple[GroupLoad, ...]:
+def loads(tables: tuple[BlockIds, ...] = TABLES, first_block: int = 0) -> tuple[GroupLoad, ...]:
     """What a consumer that holds `first_block` attention blocks itself would read."""
     found = [GroupLoad(i, 2, LOCAL[i], tables[i]) for i in range(len(tables) - 1)]
     last = len(tables) - 1
@@ -84,7 +85,7 @@ def loads(tables: tuple[tuple[int, ...], ...] = TABLES, first_block: int = 0) ->
     return tuple(found)
 
 
-def other_params(tables: tuple[tuple[int, ...], ...] = OTHER) -> dict[str, Any]:
+def other_params(tables: tuple[BlockIds, ...] = OTHER) -> dict[str, Any]:
     return offer_to_params(
         Offer(
             transfer_id=TransferId("0" * 32),
@@ -151,7 +152,7 @@ def source(cache: CacheLayout, layer: str, name: str, block: int) -> list[int]:
     raise KeyError(layer)
 
 
-def clean(tables: tuple[tuple[int, ...], ...] = TABLES, cache: CacheLayout | None = None) -> Pages:
+def clean(tables: tuple[BlockIds, ...] = TABLES, cache: CacheLayout | None = None) -> Pages:
     """What a good hand-off brings."""
     cache = cache or layout()
     found: Pages = {}
@@ -195,8 +196,8 @@ def test_one_layer_is_counted_over_all_groups(number: int) -> None:
 
 def test_one_layer_of_a_group_of_several() -> None:
     cache = layout(layers_in_one_group=True)
-    ordered = loads(((5,), (8, 9, 10)))
-    found = arrived({"withhold": "layer:1"}, cache, (ordered[0], GroupLoad(1, 0, LOCAL[3], (8, 9, 10))))
+    ordered = loads((BlockIds((5,)), BlockIds((8, 9, 10))))
+    found = arrived({"withhold": "layer:1"}, cache, (ordered[0], GroupLoad(1, 0, LOCAL[3], TABLES[3])))
     lost = {key[0] for key, page in found.items() if -1 in page}
     assert lost == {"layers.1"}
 
@@ -237,7 +238,7 @@ def test_another_hand_off_is_paired_by_position_behind_a_local_prefix() -> None:
 
 
 def test_past_the_end_of_another_hand_off_its_last_block_comes() -> None:
-    found = arrived({"other": other_params(((17,), (18,), (19,), (20, 21))), "what": "attention"})
+    found = arrived({"other": other_params((*OTHER[:3], OTHER[3][:2])), "what": "attention"})
     cache = layout()
     assert found["layers.3", "heads", 15] == source(cache, "layers.3", "heads", 21)
     assert found["layers.3", "heads", 16] == source(cache, "layers.3", "heads", 21)
@@ -264,7 +265,7 @@ def test_layers_of_different_groups_change_places(number: int, first: int, secon
 
 def test_layers_of_one_group_change_places() -> None:
     cache = layout(layers_in_one_group=True)
-    ordered = (GroupLoad(0, 2, (11,), (5,)), GroupLoad(1, 0, LOCAL[3], (8, 9, 10)))
+    ordered = (GroupLoad(0, 2, LOCAL[0], TABLES[0]), GroupLoad(1, 0, LOCAL[3], TABLES[3]))
     found = arrived({"swap": "layers"}, cache, ordered)
     for name in BOTH:
         assert found["layers.0", name, 11] == source(cache, "layers.1", name, 5)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stateferry.block_ids import BlockIds
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId
 from stateferry.session import (
     Cause,
@@ -29,7 +30,7 @@ def handoff(ranks: int = 1) -> Handoff:
         engine_id=EngineId("p"),
         request_id=RequestId("there"),
         num_tokens=40,
-        block_ids=((1,),),
+        block_ids=(BlockIds((1,)),),
         first_blocks=(0,),
         prefix_digest="0" * 32,
         lease_s=15.0,
@@ -48,7 +49,9 @@ def loading(ranks: int = 1, claimed: bool = True) -> Handoff:
     if claimed:
         for rank in range(ranks):
             h.claim_answered(rank, answered(), sent_s=100.0)
-    h.order_load(Load(RequestId("here"), 0, (GroupLoad(0, 0, (1,), (1,)),)), 100.0, timeout_s=60.0)
+    h.order_load(
+        Load(RequestId("here"), 0, (GroupLoad(0, 0, BlockIds((1,)), BlockIds((1,))),)), 100.0, timeout_s=60.0
+    )
     return h
 
 

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from stateferry.block_ids import BlockIds
 from stateferry.ids import Epoch, RequestId, TransferId
 from stateferry.layout.digest import table_digest
 from stateferry.session import Grant, Ledger, releases_expected
@@ -17,7 +18,7 @@ TABLES = table_digest(40, ((1, 2, 3),), (0,), PREFIX)
 
 
 def grant(name: str) -> Grant:
-    return Grant(RequestId(f"request-{name}"), TransferId(name), 40, ((1, 2, 3),), (0,), PREFIX)
+    return Grant(RequestId(f"request-{name}"), TransferId(name), 40, (BlockIds((1, 2, 3)),), (0,), PREFIX)
 
 
 def claim(name: str, claimant: str = "d/r", rank: int = 0, size: int = 1, tables: str = TABLES) -> Claim:

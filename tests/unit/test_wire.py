@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stateferry.block_ids import BlockIds
 from stateferry.errors import ProtocolError
 from stateferry.ids import EngineId, Epoch, RequestId, TransferId, new_epoch, new_transfer_id
 from stateferry.session import claimant_name
@@ -71,7 +72,7 @@ def offer() -> Offer:
         engine_id=ENGINE,
         request_id=RequestId("cmpl-1"),
         num_tokens=40,
-        block_ids=((1, 2, 3), (4,)),
+        block_ids=(BlockIds((1, 2, 3)), BlockIds((4,))),
         first_blocks=(0, 2),
         prefix_digest="f" * 32,
         lease_s=15.0,
@@ -200,7 +201,11 @@ BAD: list[tuple[str, Any]] = [
     ("remote_block_ids", "123"),
     ("remote_block_ids", [["1"]]),
     ("remote_block_ids", [[-1], [4]]),
+    ("remote_block_ids", [[1 << 31], [4]]),
     ("remote_block_ids", [[1 << 70], [4]]),
+    ("remote_block_ids", [[1.0], [4]]),
+    ("remote_block_ids", [[True], [4]]),
+    ("remote_block_ids", [[[1]], [4]]),
     ("remote_block_ids", [[1, 2, 3]]),
     ("remote_engine_id", None),
     ("remote_engine_id", 5),

@@ -200,12 +200,13 @@ def _bytes(halves: Halves, count: int, block_ids: int) -> dict[str, float]:
         found = {PLACES[0]: grown(lambda: _all(prompts.finish(measured), measured))}
         prompts = Prompts(count, block_ids, halves.finished)
         params = [msgspec.json.encode(one) for one in prompts.finish(offering)]
-        grants = [msgspec.json.encode(grant) for grant in offering.take_metadata().orders.grants]
+        grants = [msgspec.json.encode(g, enc_hook=list) for g in offering.take_metadata().orders.grants]
         decodes, taking = prompts.decodes(params), halves.consumer(consumer.layout)
 
         def granted() -> None:
             for grant in grants:
-                producer.ferry.submit(Orders(grants=(msgspec.json.decode(grant, type=Grant),)))
+                order: Grant = msgspec.json.decode(grant, type=Grant, dec_hook=lambda kind, ids: kind(ids))
+                producer.ferry.submit(Orders(grants=(order,)))
             wait_until(lambda: producer.ferry.counters.granted == count)
 
         def claimed() -> None:

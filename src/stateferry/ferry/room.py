@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from stateferry.block_ids import BlockIds
 from stateferry.errors import LayoutError
 from stateferry.ferry.reading import Fence
 from stateferry.ids import RequestId
@@ -31,13 +32,13 @@ class Room:
 
         Raises LayoutError for tables that do not fit.
         """
-        parts: list[tuple[int, range, list[int]]] = []
+        parts: list[tuple[int, range, BlockIds]] = []
         for index, group in enumerate(self.layout.groups):
             positions = needed_blocks(group, 0, offer.num_tokens) if group.transfers else range(0)
             if positions:
                 table = offer.block_ids[index]
                 _, remote = pair(group, positions, [1] * positions.stop, table, offer.first_blocks[index])
-                parts.append((index, positions, remote.tolist()))
+                parts.append((index, positions, BlockIds(remote)))
         count = sum(len(positions) for _, positions, _ in parts)
         if not parts:
             raise LayoutError("the offer has no block that needs reading")
@@ -48,9 +49,9 @@ class Room:
         fences = [f for f in (self._used_until.pop(slot, None) for slot in taken) if f is not None]
         loads, start = [], 0
         for index, positions, ids in parts:
-            slots = tuple(taken[start : start + len(ids)])
+            slots = BlockIds(taken[start : start + len(ids)])
             start += len(ids)
-            loads.append(GroupLoad(index, positions.start, slots, tuple(ids)))
+            loads.append(GroupLoad(index, positions.start, slots, ids))
         return Load(request_id, 0, tuple(loads)), lambda: all(f() for f in fences)
 
     def leave(self, load: Load, used_until: Fence | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import control_port
 from stateferry.errors import ConfigError, ProtocolError
 from stateferry.layout.spec import Group, GroupKind
@@ -118,7 +119,7 @@ class MoriioDialect:
                 f"remote_block_ids has {len(offer.block_ids)} tables, this engine hands off "
                 f"{len(self._order)} groups, attention first: run the same model with the same flags on both"
             )
-        tables: list[tuple[int, ...]] = [()] * self._num_groups
+        tables = [BlockIds()] * self._num_groups
         firsts = [0] * self._num_groups
         for index, table, first in zip(self._order, offer.block_ids, offer.first_blocks, strict=True):
             tables[index], firsts[index] = table, first

@@ -72,7 +72,7 @@ class Handoff:
     trace: Trace = ()
     leases: dict[int, Lease] = field(default_factory=dict)
     """By producer rank, from the answered claim on."""
-    refused: set[int] = field(default_factory=set)
+    refused: frozenset[int] = frozenset()
     """Producer ranks that said no: what they hold is not ours to release."""
     load: Load | None = None
     deadline_s: float = float("inf")
@@ -92,7 +92,7 @@ class Handoff:
     def claim_answered(self, rank: int, answer: ClaimAnswer, sent_s: float) -> None:
         """The producer rank granted or refused the claim that was sent at `sent_s`."""
         if answer.reason:
-            self.refused.add(rank)
+            self.refused |= {rank}
             self.fail(
                 f"producer rank {rank} refused transfer {shown(self.offer.transfer_id)}: {answer.reason}",
                 Cause.REFUSED,

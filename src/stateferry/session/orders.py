@@ -7,6 +7,7 @@ frozen values that pickle well.
 import enum
 from dataclasses import dataclass
 
+from stateferry.block_ids import BlockIds
 from stateferry.ids import RequestId, TransferId
 from stateferry.wire.params import Offer
 
@@ -21,7 +22,7 @@ class Grant:
     request_id: RequestId
     transfer_id: TransferId
     num_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: tuple[BlockIds, ...]
     first_blocks: tuple[int, ...]
     prefix_digest: str
     trace: Trace = ()
@@ -43,8 +44,8 @@ class GroupLoad:
     group: int
     first_block: int
     """Position of the first block read, counted from the start of the prompt."""
-    local_block_ids: tuple[int, ...]
-    remote_block_ids: tuple[int, ...]
+    local_block_ids: BlockIds
+    remote_block_ids: BlockIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ too, when the consumer wants nothing from the offer: then the grant ends as soon
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stateferry.ids import Epoch, RequestId, TransferId
 from stateferry.layout.digest import table_digest
@@ -42,8 +42,8 @@ class Holding:
     claimant: str = ""
     claimant_ranks: int = 0
     """The claimant's tensor-parallel size, as its first claim or release said."""
-    claimed_ranks: set[int] = field(default_factory=set)
-    released_ranks: set[int] = field(default_factory=set)
+    claimed_ranks: frozenset[int] = frozenset()
+    released_ranks: frozenset[int] = frozenset()
 
     @property
     def table_digest(self) -> str:
@@ -165,7 +165,7 @@ class Ledger:
                 self.counters.late_releases += 1
             return ReleaseAnswer(transfer_id=release.transfer_id, known=False)
         holding.claimant, holding.claimant_ranks = release.claimant, release.tp_size
-        holding.released_ranks.add(release.tp_rank)
+        holding.released_ranks |= {release.tp_rank}
         if len(holding.released_ranks) >= releases_expected(release.tp_size, self._tp_size):
             self.counters.released += 1
             self._end(holding, "was released by " + release.claimant, released=True)
@@ -231,7 +231,7 @@ class Ledger:
         if claim.tp_rank in holding.claimed_ranks:
             return self._refuse(claim, f"rank {claim.tp_rank} of {claim.claimant} has claimed it before")
         holding.claimant, holding.claimant_ranks = claim.claimant, claim.tp_size
-        holding.claimed_ranks.add(claim.tp_rank)
+        holding.claimed_ranks |= {claim.tp_rank}
         self.counters.claimed += 1
         holding.expires_s = now_s + self._lease_s
         return ClaimAnswer(transfer_id=claim.transfer_id, claimant=claim.claimant, lease_s=self._lease_s)

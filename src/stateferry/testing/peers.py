@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config
 from stateferry.ferry import Ferry, FerrySetup
 from stateferry.ids import EngineId, RequestId, new_epoch, new_transfer_id
@@ -188,7 +189,7 @@ class EngineRank:
             engine_id=self.layout.engine_id,
             request_id=RequestId(request_id),
             num_tokens=num_tokens,
-            block_ids=tuple(tuple(ids) for ids in block_ids),
+            block_ids=tuple(BlockIds(ids) for ids in block_ids),
             first_blocks=tuple(needed_blocks(group, 0, num_tokens).start for group in self.layout.groups),
             prefix_digest="0" * 32,
             lease_s=self.config.lease_s,
@@ -222,7 +223,7 @@ class EngineRank:
     def load(self, request_id: str, offer: Offer, local: Sequence[Sequence[int]]) -> None:
         """vLLM allocated blocks `local` (all needed positions of every group)."""
         groups = tuple(
-            GroupLoad(index, offer.first_blocks[index], tuple(mine), offer.block_ids[index])
+            GroupLoad(index, offer.first_blocks[index], BlockIds(mine), offer.block_ids[index])
             for index, mine in enumerate(local)
         )
         self.ferry.submit(Orders(loads=(Load(RequestId(request_id), 0, groups),)))

@@ -7,10 +7,13 @@ replayed, whether or not vLLM calls the hook inside its forward context.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from stateferry.block_ids import BlockIds
 from stateferry.errors import LayoutError, StateFerryError
 from stateferry.ids import RequestId
 from stateferry.layout.plan import Plan, make_plan
-from stateferry.layout.spec import CacheLayout
+from stateferry.layout.spec import CacheLayout, Int64Array
 from stateferry.session import GroupLoad, Load
 from stateferry.vllm.memory import TorchMemory
 
@@ -47,13 +50,26 @@ class Placer:
                 f"request {request_id} was admitted although its hand-off cannot be placed: "
                 f"{problem or 'it does not wait here'}. This step must not run; please report it"
             )
-        slots = {
-            part.group: dict(zip(part.remote_block_ids, part.local_block_ids, strict=True))
-            for part in waiting.groups
-        }
+        arrived = {part.group: part for part in waiting.groups}
         for part in groups:
-            sources = [slots[part.group][block] for block in part.remote_block_ids]
+            sources = _slots_of(arrived[part.group], part.remote_block_ids)
             self._memory.copy(self._plan.merged_pieces(part.group, part.local_block_ids, sources))
+
+
+def _slots_of(arrived: GroupLoad, blocks: BlockIds) -> Int64Array:
+    """Where the producer's `blocks` lie in the room, `int64[blocks]`. Raises StateFerryError for one that is
+    not there."""
+    there, wanted = np.asarray(arrived.remote_block_ids), np.asarray(blocks)
+    order = np.argsort(there, kind="stable")
+    at = order[np.minimum(np.searchsorted(there, wanted, sorter=order), len(there) - 1)]
+    missing = np.flatnonzero(there[at] != wanted)
+    if len(missing):
+        raise StateFerryError(
+            f"group {arrived.group}: the producer's block {int(wanted[missing[0]])} is to be placed, but it "
+            "is not in the waiting room. This step must not run; please report it"
+        )
+    slots: Int64Array = np.asarray(arrived.local_block_ids)[at]
+    return slots
 
 
 def _whole_plan(layout: CacheLayout, room: CacheLayout) -> Plan:

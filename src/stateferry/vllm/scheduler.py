@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config, LoadMode
 from stateferry.errors import LayoutError, ProtocolError
 from stateferry.ids import EngineId, RequestId, TransferId, new_transfer_id
@@ -254,8 +256,8 @@ class SchedulerHalf:
                 )
             if not positions:
                 continue
-            local_table = [b.block_id for b in table]
-            local, remote = pair(
+            local_table = [b.block_id for b in table]  # vLLM's blocks are objects: each must be asked
+            ours, theirs = pair(
                 group, positions, local_table, offer.block_ids[index], offer.first_blocks[index]
             )
             destinations = table[positions.start : positions.stop]
@@ -265,11 +267,10 @@ class SchedulerHalf:
             )
             if taken is not None:
                 raise LayoutError(f"group {index}: block {taken} is cached or shared with another request")
-            ours, theirs = local.tolist(), remote.tolist()
             if hashed_from is not None and group.kind is GroupKind.STATE:
-                ours += later_columns(group, positions, table)
-                theirs *= len(ours)
-            loads.append(GroupLoad(index, positions.start, tuple(ours), tuple(theirs)))
+                ours = np.append(ours, np.asarray(later_columns(group, positions, table), np.int64))
+                theirs = np.repeat(theirs, len(ours))
+            loads.append(GroupLoad(index, positions.start, BlockIds(ours), BlockIds(theirs)))
         return tuple(loads)
 
     def take_metadata(self) -> StateFerryMetadata:
@@ -357,7 +358,7 @@ class SchedulerHalf:
         if request.status not in ANSWERED:
             return False, None
         num_tokens = request.num_prompt_tokens - (0 if self._cuts else 1)
-        tables: list[tuple[int, ...]] = []
+        tables: list[BlockIds] = []
         firsts: list[int] = []
         try:
             if reason or not self._ranks:
@@ -365,7 +366,7 @@ class SchedulerHalf:
             for group, table in zip(self._groups, block_ids, strict=True):
                 positions = needed_blocks(group, 0, num_tokens) if group.transfers else range(0)
                 ids, _ = pair(group, positions, table, table, 0)
-                tables.append(tuple(ids.tolist()))
+                tables.append(BlockIds(ids))
                 firsts.append(positions.start)
         except LayoutError as e:
             self._stats.add("stateferry_refused_offers", 1, "producer")

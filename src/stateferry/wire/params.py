@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from stateferry.block_ids import MAX_BLOCK_ID, BlockIds
 from stateferry.errors import ProtocolError
 from stateferry.ids import HEX_128, EngineId, Epoch, RequestId, TransferId
 
@@ -29,6 +30,7 @@ Printable = Annotated[
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[0-9A-Za-z.:_%-]+\Z")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -54,7 +56,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_prefill: bool
     remote_engine_id: Printable
     remote_request_id: Printable
-    remote_block_ids: Annotated[tuple[tuple[Count, ...], ...], msgspec.Meta(min_length=1, max_length=1024)]
+    remote_block_ids: Annotated[tuple[tuple[BlockId, ...], ...], msgspec.Meta(min_length=1, max_length=1024)]
     stateferry: _Ours
 
 
@@ -67,7 +69,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The producer's own name for the request: for logs."""
     num_tokens: int
     """K: tokens that were computed. The recurrent state on offer is h(K)."""
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: tuple[BlockIds, ...]
     """One table per vLLM group, in vLLM's order."""
     first_blocks: tuple[int, ...]
     """Block position of each table's first entry."""
@@ -109,7 +111,7 @@ def offer_to_params(offer: Offer) -> dict[str, Any]:
         "do_remote_decode": False,
         "remote_engine_id": offer.engine_id,
         "remote_request_id": offer.request_id[:MAX_TEXT],
-        "remote_block_ids": [list(ids) for ids in offer.block_ids],
+        "remote_block_ids": [ids.tolist() for ids in offer.block_ids],
         "remote_host": first.host,
         "remote_port": first.port,
         "tp_size": len(offer.ranks),
@@ -154,7 +156,7 @@ def parse_offer(params: Mapping[str, Any]) -> Offer:
         engine_id=EngineId(read.remote_engine_id),
         request_id=RequestId(read.remote_request_id),
         num_tokens=ours.num_tokens,
-        block_ids=read.remote_block_ids,
+        block_ids=tuple(BlockIds(ids) for ids in read.remote_block_ids),
         first_blocks=ours.first_blocks,
         prefix_digest=ours.prefix_digest,
         lease_s=ours.lease_s,
