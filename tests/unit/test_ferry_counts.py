@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from stateferry.config import Config
-from stateferry.ferry import consumer as ferry_consumer
+from stateferry.ferry import asking as ferry_asking
 from stateferry.session import Cause, Outcome, VirtualClock
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
 from stateferry.transport.memory import MemoryTransport
@@ -135,7 +135,7 @@ def test_peers_are_counted_by_state() -> None:
 
 
 def test_a_renewal_that_is_not_counted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ferry_consumer, "RENEWALS_PER_LEASE", 1e-9)  # never renews
+    monkeypatch.setattr(ferry_asking, "RENEWALS_PER_LEASE", 1e-9)  # never renews
     monkeypatch.setattr("stateferry.testing.peers.time", _Hasty())
     with pytest.raises(TimeoutError):
         test_renewals_are_counted_on_both_sides()

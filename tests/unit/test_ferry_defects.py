@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from stateferry.config import Config
-from stateferry.ferry import Ferry
-from stateferry.ferry.ferry import MAX_FAILED_TURNS
+from stateferry.ferry.desk import Desk
+from stateferry.ferry.loop import MAX_FAILED_TURNS, Loop
 from stateferry.session import Outcome, VirtualClock
 from stateferry.testing.peers import EngineRank, wait_until
 from stateferry.transport import TransportOptions
@@ -24,20 +24,20 @@ class Saboteur:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = ZeroDivisionError
     ) -> None:
-        self.victim: Ferry | None = None
+        self.victim: Desk | None = None
         self.left = 0
-        turn = Ferry._turn
+        turn = Loop._turn
 
-        def broken(ferry: Ferry, *arguments: Any) -> None:
-            if ferry is self.victim and self.left > 0:
+        def broken(loop: Loop) -> None:
+            if loop.desk is self.victim and self.left > 0:
                 self.left -= 1
                 raise error("a defect")
-            turn(ferry, *arguments)
+            turn(loop)
 
-        monkeypatch.setattr(Ferry, "_turn", broken)
+        monkeypatch.setattr(Loop, "_turn", broken)
 
     def strike(self, rank: EngineRank, turns: int = 1 << 30) -> None:
-        self.left, self.victim = turns, rank.ferry
+        self.left, self.victim = turns, rank.ferry._desk
 
 
 def faulty(*rules: dict[str, Any]) -> FaultsTransport:

@@ -11,7 +11,7 @@ import zmq
 from msgspec.structs import replace
 
 from stateferry.config import Config
-from stateferry.ferry import consumer as ferry_consumer
+from stateferry.ferry import asking as ferry_asking
 from stateferry.ferry import links as ferry_links
 from stateferry.ferry.link import Link
 from stateferry.ids import EngineId, Epoch
@@ -113,7 +113,7 @@ def test_one_question_that_a_producer_cannot_read_costs_only_whoever_asked_it(
 ) -> None:
     too_long = "x" * 2000
     monkeypatch.setattr(
-        ferry_consumer,
+        ferry_asking,
         "claimant_name",
         lambda engine, request: too_long if request == "bad" else claimant_name(engine, request),
     )
@@ -320,7 +320,7 @@ def test_a_greeting_that_went_down_with_its_connection_is_repeated(
     with EngineRank("p") as producer, EngineRank("d", clock=clock) as consumer:
         if again:
             assert not consumer.read("r", producer.grant(40, TABLES, "r"), LOCAL).failed
-            links = consumer.ferry._consumer._links  # type: ignore[union-attr]
+            links = consumer.ferry._loop._consumer._links  # type: ignore[union-attr]
             (link,) = links._links.values()
             first = link.peer
             lost.append(True)
