@@ -10,7 +10,7 @@ from harness import ATTENTION, HYBRID, HYBRID_FINE, HYBRID_SPECULATIVE, HYBRID_U
 from simulated_model import answer
 
 from stateferry.layout.spec import Group, GroupKind
-from stateferry.vllm import scheduler as half
+from stateferry.vllm import destinations, offering, taking
 from stateferry.vllm.scheduler import SchedulerHalf
 
 pytestmark = pytest.mark.scheduler
@@ -138,47 +138,48 @@ def test_a_window_group_that_hits_less_than_the_attention_group_is_loaded_too() 
 
 
 def _no_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(half, "cut_last_token", lambda request, block: None)
-    whole = SchedulerHalf._offer
+    patch.setattr(offering, "cut_last_token", lambda request, block: None)
+    whole = offering.Offering._offer
 
-    def offer(self: SchedulerHalf, request: Any, *more: Any) -> Any:
+    def offer(self: offering.Offering, request: Any, *more: Any) -> Any:
         request.num_prompt_tokens -= 1
         return whole(self, request, *more)
 
-    patch.setattr(SchedulerHalf, "_offer", offer)
+    patch.setattr(offering.Offering, "_offer", offer)
 
 
 def _state_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
-    right = half.needed_blocks
+    right = offering.needed_blocks
 
     def needed(group: Group, local: int, total: int) -> range:
         column = total // group.block_tokens
         return range(column, column + 1) if group.kind is GroupKind.STATE else right(group, local, total)
 
-    patch.setattr(half, "needed_blocks", needed)
+    for module in (offering, taking, destinations):
+        patch.setattr(module, "needed_blocks", needed)
 
 
 def _cached_blocks_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(half, "_not_cached", lambda positions, table: positions)
+    patch.setattr(destinations, "not_cached", lambda positions, table: positions)
 
 
 def _a_group_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = SchedulerHalf._group_loads
-    patch.setattr(SchedulerHalf, "_group_loads", lambda self, *more: right(self, *more)[1:])
+    right = taking.group_loads
+    patch.setattr(taking, "group_loads", lambda *more: right(*more)[1:])
 
 
 def _a_block_late(patch: pytest.MonkeyPatch) -> None:
-    right = half.pair
+    right = destinations.pair
 
     def pair(group: Group, positions: range, local: Any, remote: Any, first: int) -> Any:
         ours, theirs = right(group, positions, local, remote, first)
         return ours, (theirs if len(theirs) < 2 else theirs[[*range(1, len(theirs)), 0]])
 
-    patch.setattr(half, "pair", pair)
+    patch.setattr(destinations, "pair", pair)
 
 
 def _one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerHalf, "_check_offer", lambda *_: None)
+    patch.setattr(taking.Taking, "_check_offer", lambda *_: None)
     right = SchedulerHalf.matched_tokens
 
     def matched(self: SchedulerHalf, request: Any, local: int) -> tuple[int, bool]:

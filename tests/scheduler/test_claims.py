@@ -211,7 +211,7 @@ def test_an_offer_lost_in_the_queue_is_not_waited_for() -> None:
         pair.run()
         pair.consumer.add(prompt_of(5), max_tokens=300)
         request_id = pair.consumer.add(prompt_of(11), params=params, max_tokens=2).request_id
-        claimable = pair.consumer.half._claimable[request_id]
+        claimable = pair.consumer.half.taking.claimable[request_id]
         pair.run_until(lambda: claimable.lost, "the news", step_s=0.01)
         assert pair.consumer.status(request_id) is RequestStatus.WAITING
         pair.run()

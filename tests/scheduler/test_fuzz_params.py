@@ -124,7 +124,7 @@ class Supply:
     def get(self) -> dict[str, Any]:
         ferry = self.pair.producer.ferry
         if self.params is not None and ferry.open_count:
-            if self.params["stateferry"]["transfer_id"] not in self.pair.consumer.half._used:
+            if self.params["stateferry"]["transfer_id"] not in self.pair.consumer.half.taking.used:
                 return self.params
             give_back(self.params)
         self.pair.run_until(lambda: not (ferry.open_count or self.pair.producer.busy), "the offer to end")

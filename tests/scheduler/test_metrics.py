@@ -123,7 +123,7 @@ def check_received(page: Page, pair: Pair, count: int, ranks: int) -> None:
     expected: dict[str, int] = dict.fromkeys(("attention", "state", "window"), 0)
     for load in engine.loads:
         for part in load.groups:
-            layout = engine.half._groups[part.group]
+            layout = engine.half.numbers._groups[part.group]
             kind = layout.kind.value
             for block in part.local_block_ids:
                 expected[kind] += sum(len(page) for page in engine.pages(part.group, block))
@@ -172,7 +172,7 @@ def test_numbers_that_are_wrong_are_noticed(break_it: Any, monkeypatch: pytest.M
         right(stats, groups, reports)
         break_it(stats)
 
-    monkeypatch.setattr("stateferry.vllm.scheduler.record_handoff", record)
+    monkeypatch.setattr("stateferry.vllm.numbers.record_handoff", record)
     with pytest.raises(AssertionError):
         test_hand_offs_are_counted_once_and_bytes_over_all_ranks(1)
 

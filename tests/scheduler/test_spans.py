@@ -34,7 +34,7 @@ class Traced:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        engine.half._spans = Spans(provider.get_tracer("test"))
+        engine.half.spans = Spans(provider.get_tracer("test"))
 
     @property
     def spans(self) -> tuple[ReadableSpan, ...]:
@@ -99,7 +99,8 @@ def test_spans_of_another_trace_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     def astray(request: Any) -> Any:
         return (("traceparent", f"00-{'3' * 32}-{CALLER}-01"),) if request.trace_headers else ()
 
-    monkeypatch.setattr("stateferry.vllm.scheduler.trace_of", astray)
+    for part in ("offering", "taking"):
+        monkeypatch.setattr(f"stateferry.vllm.{part}.trace_of", astray)
     with pytest.raises(AssertionError):
         test_one_trace_has_the_spans_of_both_engines_and_of_every_rank(1)
 
@@ -174,7 +175,7 @@ def test_an_exporter_that_breaks_harms_no_request() -> None:
             raise RuntimeError("disk full")
 
     with Pair(HYBRID) as pair:
-        pair.consumer.half._spans = Spans(Broken())
+        pair.consumer.half.spans = Spans(Broken())
         request_id = hand_off(pair)
         received = pair.consumer.finished[request_id].params["stateferry"]["received"]
         assert received["outcome"] == "received"

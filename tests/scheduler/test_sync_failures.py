@@ -142,7 +142,7 @@ def test_abort(point: str, async_scheduling: bool, rooms: list[Room]) -> None:
             pair.consumer.tap.held = True
             pair.run_until(lambda: pair.consumer.tap.posted > 0, "the read", step_s=0.001)
         elif point == "waiting":
-            known = pair.consumer.half._claimable[request_id]
+            known = pair.consumer.half.taking.claimable[request_id]
             pair.run_until(lambda: known.waiting == 1, "the bytes", step_s=0.001)
         elif point == "running":
             pair.run_until(lambda: len(pair.consumer.finished[request_id].tokens) > 2, "some tokens")
@@ -254,7 +254,7 @@ def test_a_ferry_that_ends_takes_nothing_with_it(when: str) -> None:
         pair.consumer.add(prompt_of(5), max_tokens=60)
         request_id = pair.consumer.add(prompt_of(14), params=params, max_tokens=4).request_id
         if when != "before":
-            known = pair.consumer.half._claimable[request_id]
+            known = pair.consumer.half.taking.claimable[request_id]
             pair.run_until(lambda: known.waiting == 1, "the bytes", step_s=0.001)
             pair.consumer.ferry.stop()
         pair.run()

@@ -15,10 +15,10 @@ from simulated_model import answer
 from vllm.v1.request import RequestStatus
 
 from stateferry.errors import ConfigError
-from stateferry.vllm import scheduler as half
+from stateferry.vllm import destinations
 from stateferry.vllm.connector import StateFerryConnector
 from stateferry.vllm.placing import Placer
-from stateferry.vllm.scheduler import SchedulerHalf
+from stateferry.vllm.taking import Taking
 
 pytestmark = pytest.mark.scheduler
 
@@ -195,7 +195,7 @@ def test_two_requests_of_one_prompt_in_one_step(async_scheduling: bool) -> None:
         first = pair.consumer.add(prompt_of(14), params=params, max_tokens=4).request_id
         pair.run_until(lambda: pair.consumer.tap.posted > 0, "the read")
         pair.consumer.tap.held = False
-        pair.run_until(lambda: pair.consumer.half._claimable[first].waiting == 1, "the bytes")
+        pair.run_until(lambda: pair.consumer.half.taking.claimable[first].waiting == 1, "the bytes")
         second = pair.consumer.add(prompt_of(14), max_tokens=4).request_id
         pair.run()
         assert pair.consumer.scheduled[second][0][0] == 12, "it found the blocks of the first"
@@ -250,7 +250,7 @@ def test_an_engine_only_has_a_room_if_it_reads_into_it() -> None:
 
 
 def _states_of_their_own_column_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(half, "later_columns", lambda *_: [])
+    patch.setattr(destinations, "later_columns", lambda *_: [])
 
 
 def _after_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -263,11 +263,11 @@ def _states_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _promised_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerHalf, "_in_room", lambda self, claimable: True)
+    patch.setattr(Taking, "_in_room", lambda self, claimable: True)
 
 
 def _held_blocks_too(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(half, "not_held", lambda group, positions, *_: positions)
+    patch.setattr(destinations, "not_held", lambda group, positions, *_: positions)
 
 
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
@@ -291,10 +291,10 @@ def test_a_promise_that_was_not_kept_stops_the_step(monkeypatch: pytest.MonkeyPa
     """A defect of ours, which no peer can bring about: better no engine than an answer from nothing."""
     with sync_pair(HYBRID) as pair:
         pair.consumer.tap.held = True
-        monkeypatch.setattr(SchedulerHalf, "_in_room", lambda self, claimable: True)
+        monkeypatch.setattr(Taking, "_in_room", lambda self, claimable: True)
         params = pair.prefill(prompt_of(14))
         request_id = pair.consumer.add(prompt_of(14), params=params, max_tokens=4).request_id
-        pair.consumer.half._claimable[request_id].waiting = 1
+        pair.consumer.half.taking.claimable[request_id].waiting = 1
         with pytest.raises(Exception, match="does not wait here"):
             pair.run()
         assert pair.consumer.finished[request_id].tokens == []

@@ -23,7 +23,8 @@ from stateferry.vllm.guard import guarded
 from stateferry.vllm.kv_cache import outline
 from stateferry.vllm.metadata import StateFerryHandshake, StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.moriio import read_config
-from stateferry.vllm.scheduler import Finished, SchedulerHalf
+from stateferry.vllm.offering import Finished
+from stateferry.vllm.scheduler import SchedulerHalf
 from stateferry.vllm.stats import StateFerryPromMetrics, StateFerryStats
 from stateferry.vllm.worker import WorkerHalf
 

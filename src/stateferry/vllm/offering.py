@@ -1,0 +1,128 @@
+"""The producer's part of the scheduler half: which prefills are offered, and whose blocks are kept."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from stateferry.block_ids import BlockIds
+from stateferry.config import Config
+from stateferry.errors import LayoutError
+from stateferry.ids import EngineId, RequestId, new_transfer_id
+from stateferry.layout.blocks import needed_blocks, pair
+from stateferry.layout.spec import Group, GroupKind
+from stateferry.session import Grant
+from stateferry.vllm.compat import RequestStatus
+from stateferry.vllm.numbers import Numbers
+from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
+from stateferry.vllm.spans import trace_of
+from stateferry.wire import Dialect, Offer, RankAddress
+
+logger = logging.getLogger(__name__)
+
+ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+Finished = tuple[bool, dict[str, Any] | None]
+"""Whether vLLM keeps the blocks until we report them sent; what the response carries."""
+
+
+class Offering:
+    """Prefill legs from their arrival until their blocks are free. Engine core's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine_id: EngineId,
+        groups: tuple[Group, ...],
+        hash_block_tokens: int | None,
+        dialect: Dialect,
+        numbers: Numbers,
+    ) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._groups = groups
+        self._hash_block_tokens = hash_block_tokens
+        self._dialect = dialect
+        self._numbers = numbers
+        self._cuts = any(g.kind is not GroupKind.ATTENTION and g.transfers for g in groups)
+        """Whether prefill legs are cut to N-1 tokens: neither a recurrent state nor the front of a sliding
+        window, whose blocks vLLM frees as it moves on, can be wound back by a token."""
+        self._ranks: tuple[RankAddress, ...] = ()
+        self._prefills: dict[RequestId, str] = {}
+        """Prefill legs that run, with why their result will not be offered ("": it will)."""
+        self._granted: set[str] = set()
+        """Finished prefills whose blocks wait for a consumer."""
+        self._grants: list[Grant] = []
+
+    @property
+    def open_count(self) -> int:
+        """Prefill legs that run, and those whose blocks are kept."""
+        return len(self._prefills) + len(self._granted)
+
+    def set_ranks(self, ranks: Sequence[RankAddress]) -> None:
+        """Where this engine's workers listen, by tensor-parallel rank."""
+        self._ranks = tuple(ranks)
+
+    def begin(self, request: Any) -> None:
+        """A prefill leg arrived: cut its prompt, before anything is looked up for it."""
+        reason = why_not_offered(request)
+        self._prefills[RequestId(request.request_id)] = reason
+        if self._cuts and not reason:
+            cut_last_token(request, self._hash_block_tokens)
+        request.max_tokens = 1
+
+    def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> Finished | None:
+        """A request is over: offer it if all of it was computed. None: it was no prefill leg."""
+        reason = self._prefills.pop(RequestId(request.request_id), None)
+        return None if reason is None else self._offer(request, block_ids, reason)
+
+    def sent(self, request_ids: set[str]) -> None:
+        """These requests' blocks are kept no more."""
+        self._granted.difference_update(request_ids)
+
+    def take_grants(self) -> tuple[Grant, ...]:
+        """Orders since the last call."""
+        grants, self._grants = self._grants, []
+        return tuple(grants)
+
+    def _offer(self, request: Any, block_ids: tuple[list[int], ...], reason: str) -> Finished:
+        # Nothing but a whole prefix may be offered; a stop token as P's only token does no harm to it.
+        if request.status not in ANSWERED:
+            return False, None
+        num_tokens = request.num_prompt_tokens - (0 if self._cuts else 1)
+        tables: list[BlockIds] = []
+        firsts: list[int] = []
+        try:
+            if reason or not self._ranks:
+                raise LayoutError(reason or "this engine's workers have published no address")
+            for group, table in zip(self._groups, block_ids, strict=True):
+                positions = needed_blocks(group, 0, num_tokens) if group.transfers else range(0)
+                ids, _ = pair(group, positions, table, table, 0)
+                tables.append(BlockIds(ids))
+                firsts.append(positions.start)
+        except LayoutError as e:
+            self._numbers.count("stateferry_refused_offers", "producer")
+            logger.info("request=%s is not offered: %s", request.request_id, e)
+            return False, self._dialect.refuse(str(e), request.kv_transfer_params)
+        offer = Offer(
+            transfer_id=new_transfer_id(),
+            engine_id=self._engine_id,
+            request_id=RequestId(request.request_id),
+            num_tokens=num_tokens,
+            block_ids=tuple(tables),
+            first_blocks=tuple(firsts),
+            prefix_digest=digest_of_prefix(request, num_tokens),
+            lease_s=self._config.lease_s,
+            ranks=self._ranks,
+        )
+        self._granted.add(request.request_id)
+        self._grants.append(
+            Grant(
+                offer.request_id,
+                offer.transfer_id,
+                num_tokens,
+                offer.block_ids,
+                offer.first_blocks,
+                offer.prefix_digest,
+                trace_of(request),
+            )
+        )
+        return True, self._dialect.write(offer, request.kv_transfer_params)

@@ -1,0 +1,224 @@
+"""The consumer's part of the scheduler half: which offers are taken, and what is loaded from them."""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stateferry.config import Config, LoadMode
+from stateferry.errors import LayoutError, ProtocolError
+from stateferry.ids import RequestId, TransferId
+from stateferry.layout.blocks import needed_blocks, pair
+from stateferry.layout.spec import Group
+from stateferry.session import Close, GroupLoad, Load, Open, Orders, Place, Report
+from stateferry.vllm.destinations import group_loads
+from stateferry.vllm.metadata import StateFerryWorkerMetadata
+from stateferry.vllm.numbers import Numbers
+from stateferry.vllm.prompt import digest_of_prefix
+from stateferry.vllm.received import received
+from stateferry.vllm.spans import trace_of
+from stateferry.wire import Dialect, Offer
+
+logger = logging.getLogger(__name__)
+
+MAX_USED = 8192
+"""How many offers are remembered as used: far more than can be alive at a time."""
+
+
+@dataclass(slots=True)
+class Claimable:
+    """What this half knows of a decode leg's offer."""
+
+    offer: Offer
+    loading: bool = False
+    """Blocks were ordered: the offer is used up, whatever becomes of it."""
+    lost: bool = False
+    waiting: int = 0
+    """Ranks in whose waiting room it is, all of it and proven."""
+    apart: int = 0
+    """Ranks that want blocks first."""
+    ahead: bool = False
+    """It was placed from the waiting room."""
+    reports: tuple[Report, ...] = ()
+    """One per rank, when it is over."""
+
+
+class Taking:
+    """Decode legs from their arrival until nothing of them is open. Engine core's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: tuple[Group, ...],
+        tp_size: int,
+        dialect: Dialect,
+        numbers: Numbers,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._tp_size = tp_size
+        self._dialect = dialect
+        self._numbers = numbers
+        self.claimable: dict[RequestId, Claimable] = {}
+        self.used: OrderedDict[TransferId, RequestId] = OrderedDict()
+        """Offers that were opened here, whatever became of them, with the requests that had them."""
+        self._loading: set[str] = set()
+        """Requests whose blocks are being read into."""
+        self._loading_alone = 0
+        """Of those: the request itself is over. Counted, because every step asks."""
+        self._opens: list[Open] = []
+        self._loads: list[Load] = []
+        self._places: list[Place] = []
+        self._closes: list[Close] = []
+
+    @property
+    def open_count(self) -> int:
+        """Decode legs that are not finished, and blocks that ferries still hold."""
+        return len(self.claimable) + self._loading_alone
+
+    # -- a request arrives -----------------------------------------------------------------------
+
+    def begin(self, request: Any, params: dict[str, Any]) -> None:
+        """A decode leg arrived: open its offer, unless it is not for this request."""
+        try:
+            offer = self._dialect.read(params, request.request_id)
+            self._check_offer(request, offer)
+        except (ProtocolError, LayoutError) as e:
+            self._numbers.count("stateferry_refused_offers", "consumer")
+            logger.warning("request=%s is computed here: %s", request.request_id, e)
+            return
+        if not self._config.testing and offer.tamper is not None:
+            offer = msgspec.structs.replace(offer, tamper=None)
+        request_id = RequestId(request.request_id)
+        self.claimable[request_id] = Claimable(offer)
+        self.used[offer.transfer_id] = request_id
+        while len(self.used) > MAX_USED:
+            self.used.popitem(last=False)
+        self._opens.append(Open(request_id, offer, trace_of(request)))
+
+    def _check_offer(self, request: Any, offer: Offer) -> None:
+        """Raise unless the offer is for this very prompt and describes every block that is needed."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            raise ProtocolError("its prompt has embeddings, which no offer covers")
+        if offer.transfer_id in self.used:
+            user = self.used[offer.transfer_id]
+            raise ProtocolError(f"request {user} had this offer before, and an offer serves one request")
+        if offer.num_tokens >= request.num_prompt_tokens:
+            raise ProtocolError(
+                f"the offer covers {offer.num_tokens} tokens, the prompt has {request.num_prompt_tokens}: "
+                "at least one token must be left to compute"
+            )
+        if digest_of_prefix(request, offer.num_tokens) != offer.prefix_digest:
+            raise ProtocolError(
+                f"the offer is for another prompt: digest of the first {offer.num_tokens} tokens differs"
+            )
+        if len(offer.block_ids) != len(self._groups):
+            raise LayoutError(
+                f"the offer has {len(offer.block_ids)} KV-cache groups, this engine has {len(self._groups)}: "
+                "run the same model with the same flags on both engines"
+            )
+        for group, table, first in zip(self._groups, offer.block_ids, offer.first_blocks, strict=True):
+            if group.transfers:
+                positions = needed_blocks(group, 0, offer.num_tokens)
+                pair(group, positions, [1] * positions.stop, table, first)
+
+    # -- vLLM schedules it -----------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens past the local prefix will be loaded, and whether after this step's forward.
+
+        Claims only a live, unused offer. Under `load_mode: sync` nothing is claimed to be there before it
+        is: None asks vLLM to come again.
+        """
+        claimable = self.claimable.get(request.request_id)
+        if claimable is None or claimable.loading or claimable.lost:
+            return 0, False
+        external = claimable.offer.num_tokens - local_tokens
+        if external <= 0:
+            return 0, False
+        if self._config.load_mode is LoadMode.SYNC and claimable.waiting + claimable.apart < self._tp_size:
+            return None, False
+        return external, not self._in_room(claimable)
+
+    def _in_room(self, claimable: Claimable) -> bool:
+        """Whether every rank can place it at once. Where one cannot, all take it as under `async`: a request
+        that runs cannot be taken back in vLLM 0.32, so one whose bytes may yet fail must not run."""
+        return claimable.waiting == self._tp_size
+
+    def blocks_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Order the load; or give the offer back when vLLM wants nothing from it."""
+        request_id = RequestId(request.request_id)
+        claimable = self.claimable.get(request_id)
+        if claimable is None or claimable.loading:
+            return
+        claimable.loading = True
+        if external_tokens == 0:
+            claimable.reports = ()  # what was read ahead serves nobody
+            self._closes.append(Close(request_id))
+            return
+        in_room = self._in_room(claimable)
+        local_tokens = claimable.offer.num_tokens - external_tokens
+        loads: tuple[GroupLoad, ...] = ()
+        problem = ""
+        # Whatever goes wrong: vLLM waits for these blocks now, so it must hear of them from the ferry.
+        try:
+            loads = group_loads(self._groups, claimable.offer, blocks, local_tokens if in_room else None)
+        except LayoutError as e:
+            problem = str(e)
+        except Exception as e:
+            logger.exception("defect while pairing the blocks of request %s", request_id)
+            problem = f"defect while pairing blocks: {e!r}"
+        if in_room:
+            claimable.ahead = True
+            self._places.append(Place(request_id, loads, problem))
+        else:
+            self._loading.add(request_id)
+            self._loads.append(Load(request_id, local_tokens, loads, problem))
+
+    def take_orders(self) -> Orders:
+        """Orders since the last call."""
+        orders = Orders(
+            opens=tuple(self._opens),
+            loads=tuple(self._loads),
+            places=tuple(self._places),
+            closes=tuple(self._closes),
+        )
+        self._opens, self._loads, self._places, self._closes = [], [], [], []
+        return orders
+
+    # -- news from the workers -------------------------------------------------------------------
+
+    def heard(self, news: StateFerryWorkerMetadata) -> None:
+        """Remember how hand-offs ended, and which offers are worth nothing any more."""
+        for request_id in news.lost:
+            if request_id in self.claimable:
+                self.claimable[request_id].lost = True
+        for request_id in news.waiting:
+            if request_id in self.claimable:
+                self.claimable[request_id].waiting += 1
+        for request_id in news.apart:
+            if request_id in self.claimable:
+                self.claimable[request_id].apart += 1
+        for report in news.reports:
+            claimable = self.claimable.get(report.request_id)
+            if claimable is not None:
+                claimable.reports += (report,)
+
+    def freed(self, request_ids: set[str]) -> None:
+        """No ferry holds these requests' blocks any more."""
+        ended = self._loading & request_ids
+        self._loading -= ended
+        self._loading_alone -= len(ended.difference(self.claimable))
+
+    # -- it finishes -----------------------------------------------------------------------------
+
+    def finish(self, request_id: RequestId) -> dict[str, Any] | None:
+        """A request is over: what its response says of its hand-off; None: it had none."""
+        claimable = self.claimable.pop(request_id, None)
+        if claimable is None:
+            return None
+        self._loading_alone += request_id in self._loading
+        self._closes.append(Close(request_id))
+        return received(claimable.reports, self._groups, claimable.ahead)
