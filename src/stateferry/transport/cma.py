@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from stateferry.errors import ProtocolError, TransportClosed, TransportError, TransportUnavailable
+from stateferry.errors import ProtocolError, TransportClosed, TransportUnavailable
 from stateferry.layout.spec import Pieces
 from stateferry.transport import linux
 from stateferry.transport.base import (
@@ -32,7 +32,7 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, batch_ends, cut, resolve_pieces
-from stateferry.transport.registrations import decode_registration
+from stateferry.transport.registrations import check_first, cpu_spans, decode_registration
 from stateferry.transport.settling import SettlingTransfer
 
 SLICE_BYTES = 32 << 20
@@ -83,16 +83,8 @@ class CmaTransport(Transport):
         self._registered = False
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        if self.closed:
-            raise TransportClosed("cma: register after close")
-        if self._registered:
-            raise TransportError("cma: register was called before; it works once")
-        for index, region in enumerate(regions):
-            if region.kind is not MemoryKind.CPU:
-                raise TransportUnavailable(
-                    f"cma: region {index} is {region.kind.value} memory; cma moves cpu memory only, use nixl"
-                )
-        spans = [(r.address, r.size_bytes) for r in regions]
+        check_first(self.name, closed=self.closed, registered=self._registered)
+        spans = cpu_spans(self.name, regions, "cma moves cpu memory only")
         self.local = RegionTable("local", spans)
         self._registered = True
         self._cookie.raw = secrets.token_bytes(COOKIE_BYTES)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from stateferry.errors import TransportClosed, TransportError, TransportUnavailable
+from stateferry.errors import TransportClosed, TransportUnavailable
 from stateferry.layout.spec import Pieces
 from stateferry.transport.base import (
     Capabilities,
@@ -24,7 +24,7 @@ from stateferry.transport.base import (
     TransportOptions,
 )
 from stateferry.transport.pieces import RegionTable, Spans, resolve_pieces
-from stateferry.transport.registrations import decode_registration
+from stateferry.transport.registrations import check_first, decode_registration
 from stateferry.transport.settling import SettlingTransfer
 
 
@@ -65,10 +65,7 @@ class MemoryTransport(Transport):
         self._key = b""
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        if self.closed:
-            raise TransportClosed("memory transport: register after close")
-        if self._key:
-            raise TransportError("memory transport: register was called before; it works once")
+        check_first(self.name, closed=self.closed, registered=bool(self._key))
         self.local = RegionTable("local", [(r.address, r.size_bytes) for r in regions])
         self._key = secrets.token_bytes(16)
         _HUB[self._key] = _Shelf(RegionTable("remote", [(r.address, r.size_bytes) for r in regions]))

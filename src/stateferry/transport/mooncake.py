@@ -21,7 +21,6 @@ import numpy as np
 from stateferry.errors import (
     ProtocolError,
     TransportClosed,
-    TransportError,
     TransportTimeout,
     TransportUnavailable,
 )
@@ -45,7 +44,7 @@ from stateferry.transport.mooncake_transfer import (
     MooncakeTransfer,
 )
 from stateferry.transport.pieces import RegionTable, cut, resolve_pieces
-from stateferry.transport.registrations import decode_registration
+from stateferry.transport.registrations import check_first, cpu_spans, decode_registration
 
 logger = logging.getLogger(__name__)
 
@@ -114,17 +113,8 @@ class MooncakeTransport(Transport):
         self._registered = False
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        if self.closed:
-            raise TransportClosed("mooncake: register after close")
-        if self._registered:
-            raise TransportError("mooncake: register was called before; it works once")
-        for index, region in enumerate(regions):
-            if region.kind is not MemoryKind.CPU:
-                raise TransportUnavailable(
-                    f"mooncake: region {index} is {region.kind.value} memory; only cpu memory was ever "
-                    f"tried, use nixl"
-                )
-        spans = [(r.address, r.size_bytes) for r in regions]
+        check_first(self.name, closed=self.closed, registered=self._registered)
+        spans = cpu_spans(self.name, regions, "only cpu memory was ever tried")
         self.local = RegionTable("local", spans)
         self._registered = True
         self._cookie[:] = np.frombuffer(secrets.token_bytes(COOKIE_BYTES), dtype=np.uint8)

@@ -53,7 +53,7 @@ from stateferry.transport.mori_transfer import (
 )
 from stateferry.transport.mori_wait import Waiter
 from stateferry.transport.pieces import RegionTable, cut, resolve_pieces
-from stateferry.transport.registrations import decode_registration
+from stateferry.transport.registrations import check_first, decode_registration
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -108,10 +108,7 @@ class MoriTransport(Transport):
         """MoRI's descriptor of each connected engine, and how many open peers use it."""
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        if self.engine.closed:
-            raise TransportClosed("mori: register after close")
-        if self._cookies is not None:
-            raise TransportError("mori: register was called before; it works once")
+        check_first(self.name, closed=self.engine.closed, registered=self._cookies is not None)
         self.local = RegionTable("local", [(r.address, r.size_bytes) for r in regions])
         cookies = Cookies(page_for(regions, self._backend is MoriBackend.XGMI))
         # First, always: see `mori_cookies`.

@@ -46,7 +46,7 @@ from stateferry.transport.nixl_transfer import (
     split,
 )
 from stateferry.transport.pieces import cut, resolve_pieces
-from stateferry.transport.registrations import decode_registration
+from stateferry.transport.registrations import check_first, decode_registration
 
 CONNECT_POLL_S = 0.0005
 
@@ -99,10 +99,7 @@ class NixlTransport(Transport):
         self._tokens: list[object] = []
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
-        if self.agent.closed:
-            raise TransportClosed("nixl: register after close")
-        if self._tokens:
-            raise TransportError("nixl: register was called before; it works once")
+        check_first(self.name, closed=self.agent.closed, registered=bool(self._tokens))
         self.local = Memory.of("local", regions)
         self._cookie[:] = np.frombuffer(secrets.token_bytes(COOKIE_BYTES), dtype=np.uint8)
         self._tokens.append(self.agent.register(MemoryKind.CPU, rows_of(self._cookie)))
