@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from harness import HYBRID, POISON, Pair
 from simulated_model import answer
+from stranger import give_back
 
 from stateferry.session import Handoff
 from stateferry.session.producer import Holding
@@ -67,27 +68,28 @@ FORGERIES = [
 ]
 
 
-def serve_forged(pair: Pair, forge: Forgery) -> tuple[str, dict[str, Any]]:
-    """Serve PROMPT with forged tables beside another prefill; its request, and its good params."""
+def serve_forged(pair: Pair, forge: Forgery) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Serve PROMPT with forged tables beside another prefill: the request, and both prefills' good params."""
     theirs, good = pair.prefill(SECRET), pair.prefill(PROMPT)
     forged = copy.deepcopy(good)
     forge(forged, theirs)
     assert forged != good
     request_id = pair.consumer.add(PROMPT, params=forged, max_tokens=3).request_id
     pair.run_until(lambda: pair.consumer.finished[request_id].reason is not None, "the answer")
-    return request_id, theirs
+    return request_id, good, theirs
 
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 def test_forged_tables_are_refused_and_the_prompt_is_computed_here(forge: Forgery) -> None:
-    with Pair(HYBRID, caching=False, lease_s=0.7) as pair:
-        request_id, theirs = serve_forged(pair, forge)
+    with Pair(HYBRID, caching=False, lease_s=600) as pair:
+        request_id, good, theirs = serve_forged(pair, forge)
         assert pair.consumer.finished[request_id].tokens == answer(PROMPT, 3)
         assert request_id not in pair.consumer.loaded_pages
         assert pair.consumer.computed_here(request_id) == len(PROMPT) + 2
         received = pair.consumer.finished[request_id].params
         if received is not None and "reason" in received["stateferry"]["received"]:
             assert "block tables" in received["stateferry"]["received"]["reason"]
+        give_back(good)  # nobody may claim it
         # The request whose pages were reached for goes on as if nothing had been.
         other = pair.consumer.add(SECRET, params=theirs, max_tokens=3).request_id
         pair.run()
@@ -96,7 +98,7 @@ def test_forged_tables_are_refused_and_the_prompt_is_computed_here(forge: Forger
 
 
 def test_the_refusal_is_told_and_counted() -> None:
-    with Pair(HYBRID, caching=False, lease_s=0.7) as pair:
+    with Pair(HYBRID, caching=False, lease_s=600) as pair:
         theirs, forged = pair.prefill(SECRET), pair.prefill(PROMPT)
         all_tables(forged, theirs)
         pair.producer.step()
@@ -108,6 +110,8 @@ def test_the_refusal_is_told_and_counted() -> None:
         assert "block tables" in received["reason"]
         assert pair.producer.ferry.counters.refused_claims == 1
         assert pair.producer.ferry.counters.claimed == 0
+        give_back(forged)
+        give_back(theirs)
         pair.run()
         pair.check_idle()
 
@@ -116,8 +120,8 @@ def test_without_the_check_another_requests_pages_are_served(monkeypatch: pytest
     """The mutant: a producer that compares nothing. The tests above must notice, and this is how."""
     monkeypatch.setattr(Holding, "table_digest", property(lambda self: "0" * 32))
     monkeypatch.setattr(Handoff, "table_digest", property(lambda self: "0" * 32))
-    with Pair(HYBRID, caching=False, lease_s=0.7) as pair:
-        request_id, theirs = serve_forged(pair, all_tables)
+    with Pair(HYBRID, caching=False, lease_s=600) as pair:
+        request_id, _, theirs = serve_forged(pair, all_tables)
         assert pair.consumer.finished[request_id].tokens != answer(PROMPT, 3)
         stolen = pair.consumer.loaded_pages[request_id]
         assert stolen == pair.offered_pages[theirs["stateferry"]["transfer_id"]]

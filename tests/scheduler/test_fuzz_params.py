@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import zmq
 from harness import HYBRID, Pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_model import answer
+from stranger import give_back
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import FinishReason
 
@@ -22,9 +22,8 @@ from stateferry.ferry import links
 from stateferry.session import producer as ledger
 from stateferry.session.consumer import Handoff
 from stateferry.session.producer import Holding
-from stateferry.wire import Release, encode_message
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]  # a thousand examples on a crowded machine
 
 PROMPT = random.Random(1).choices(range(1000), k=11)
 FUZZ = settings(
@@ -132,20 +131,6 @@ class Supply:
         self.pair.run_until(lambda: ferry.open_count == 1, "the grant")
         self.made += 1
         return self.params
-
-
-def give_back(params: dict[str, Any]) -> None:
-    """Release an offer that nobody claimed, as a consumer that has given up does."""
-    ours = params["stateferry"]
-    host, port, epoch = ours["ranks"][0]
-    release = Release(
-        epoch=epoch, transfer_id=ours["transfer_id"], claimant="x", tp_rank=0, tp_size=1, received=False
-    )
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(f"tcp://{host}:{port}")
-        socket.send(encode_message(release))
-        assert socket.poll(20_000)
-        socket.recv()
 
 
 @pytest.fixture(scope="module")

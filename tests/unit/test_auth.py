@@ -14,8 +14,11 @@ from stateferry.ferry import guard
 from stateferry.ferry.keys import ControlKey, read_key, write_key
 from stateferry.testing.peers import EngineRank, wait_until
 
+pytestmark = pytest.mark.timeout(300)
+
 TABLES = ((1, 2, 3), (4,))
 LOCAL = ((5, 6, 7), (8,))
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -26,12 +29,12 @@ def files(tmp_path: Path) -> list[Path]:
     return made
 
 
-def config(file: Path | None) -> Config:
-    return Config(auth_key_file=str(file or ""), handshake_timeout_s=0.5)
+def config(file: Path | None, handshake_timeout_s: float = 0.5) -> Config:
+    return Config(auth_key_file=str(file or ""), handshake_timeout_s=handshake_timeout_s)
 
 
 def works(producer: EngineRank, consumer: EngineRank, name: str = "good") -> bool:
-    return not consumer.read(name, producer.grant(40, TABLES, name), LOCAL).failed
+    return not consumer.read(name, producer.grant(40, TABLES, name), LOCAL, PATIENCE_S).failed
 
 
 def test_engines_with_the_same_key_hand_over(files: list[Path]) -> None:
@@ -63,7 +66,7 @@ def test_a_peer_with_another_key_is_turned_away_within_the_hand_shakes_time(
         assert len(turned_away) == 1, "one line, however often the peer tries"
         assert "auth_key_file" in turned_away[0].getMessage()
         assert producer.ferry.alive
-        with EngineRank("e", config=settings[0]) as honest:
+        with EngineRank("e", config=config(None if theirs is None else files[theirs], PATIENCE_S)) as honest:
             assert works(producer, honest)
 
 
@@ -127,7 +130,9 @@ def test_without_its_judge_a_listener_lets_nobody_in(
 
 
 def test_strangers_without_end_do_not_keep_an_engine_from_its_work(files: list[Path]) -> None:
-    settings = Config(auth_key_file=str(files[0]))
+    settings = Config(
+        auth_key_file=str(files[0]), handshake_timeout_s=600, lease_s=600, transfer_timeout_s=600
+    )  # that the machine is slow is not what is tested
     with EngineRank("p", config=settings) as producer, EngineRank("d", config=settings) as consumer:
         assert producer.address is not None
         for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 10 + b"\x7f", b"\x00" * 64) * 20:

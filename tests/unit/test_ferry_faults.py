@@ -218,7 +218,7 @@ def test_a_fresh_connection_leaves_reads_over_the_old_one_alone() -> None:
 
 @pytest.mark.parametrize("reborn", [False, True])
 def test_there_is_no_fresh_connection_to_a_producer_that_is_gone(reborn: bool) -> None:
-    with pair(handshake_timeout_s=0.5) as (producer, consumer, recorder):
+    with pair(handshake_timeout_s=60 if reborn else 0.5) as (producer, consumer, recorder):
         offer = with_faults(producer.grant(40, TABLES), {"kind": "delay", "polls": 1 << 20})
         consumer.open("r", offer)
         consumer.load("r", offer, LOCAL)
