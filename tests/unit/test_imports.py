@@ -132,8 +132,32 @@ def _allowed(room: str, target: str) -> bool:
     return any(inner == name or inner.startswith(f"{name}.") for name in allowed)
 
 
+def circles(files: Mapping[str, str]) -> list[str]:
+    """Modules that import one another in a circle, and what imports them."""
+    known = {name.removesuffix(".__init__"): name for name in files}
+    left = {}
+    for short, module in known.items():
+        names = [name for name, _, at_import in imports(module, files[module]) if at_import]
+        targets = {name if name in known else name.rpartition(".")[0] for name in names}
+        left[short] = targets & known.keys() - {short}
+    while ends := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in ends:
+            del left[module]
+    return sorted(left)
+
+
 def test_every_import_follows_the_arrows() -> None:
     assert violations(source_files()) == []
+
+
+def test_inside_a_room_arrows_go_one_way_too() -> None:
+    files = source_files()
+    assert circles(files) == []
+    module = "stateferry.ferry.links"
+    late = f"def f():\n    import stateferry.ferry.asking\n{files[module]}"
+    assert circles({**files, module: late}) == []
+    back = f"from stateferry.ferry.asking import Asking\n{files[module]}"
+    assert {module, "stateferry.ferry.asking"} <= set(circles({**files, module: back}))
 
 
 def test_every_room_has_a_rule() -> None:
