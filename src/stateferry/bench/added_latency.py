@@ -9,7 +9,7 @@ asked before, by whichever arm, would be timed along.
 """
 
 import random
-import time
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -95,11 +95,11 @@ def _turn(client: Client, arm: Arm, length: int, rng: random.Random, rest_s: flo
     client.handoff(prefill, decode, _prompt(rng, MIN_TOKENS), 2)
 
     def one_engine() -> float:
-        time.sleep(rest_s)
+        threading.Event().wait(rest_s)
         return _first_token_s(client.complete(prefill, _prompt(rng, length), 2, stream=True).first_token_s)
 
     def pair() -> float:
-        time.sleep(rest_s)
+        threading.Event().wait(rest_s)
         answer = client.handoff(prefill, decode, _prompt(rng, length), 2, stream=True)
         return _first_token_s(answer.first_token_s)
 

@@ -7,6 +7,7 @@ offer open that nobody claims. All processes of the engine count.
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,15 +55,15 @@ def measure(
     result = Result()
     with Client() as client:
         for number in range(-1, repeats):
-            time.sleep(REST_S)
+            threading.Event().wait(REST_S)
             idle = _load(engine, watch_s)
             start = time.monotonic()
             prompt = [rng.randrange(16, 250) for _ in range(PROMPT_TOKENS)]
             client.complete(engine.url, prompt, 1, kv_transfer_params=PREFILL_PARAMS)
-            time.sleep(REST_S)
+            threading.Event().wait(REST_S)
             held = _load(engine, watch_s)
             # Nobody claims it: the next repeat begins once its lease is over and vLLM has its blocks back.
-            time.sleep(max(0.0, lease_s + REST_S - (time.monotonic() - start)))
+            threading.Event().wait(max(0.0, lease_s + REST_S - (time.monotonic() - start)))
             if number >= 0:
                 result.idle.append(idle)
                 result.open.append(held)
@@ -73,7 +74,7 @@ def measure(
 def _load(engine: Engine, watch_s: float) -> float:
     members = session_members(engine.pid)
     before_s, begin = _processor_s(members), time.monotonic()
-    time.sleep(watch_s)
+    threading.Event().wait(watch_s)
     return (_processor_s(members) - before_s) / (time.monotonic() - begin)
 
 
