@@ -1,12 +1,18 @@
 """Run the README's quick start as it is printed, in one shell, and look at what it says.
 
 `make quickstart` runs it. It takes ports 8000, 8100 and 8200 and the time that two engines need to start.
+With `--free-ports`, as tests run it, the system picks others, and nothing else is changed.
 """
 
+import argparse
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +33,22 @@ def blocks() -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
 
 
-def script() -> str:
-    """All blocks as one script that ends what it started, whatever happens."""
+def script(ports: Mapping[int, int] | None = None) -> str:
+    """All blocks as one script that ends what it started, whatever happens. `ports`: others for its own."""
     stop = "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"
-    return "\n".join(["set -e", stop, *blocks()[:-1], "trap - EXIT", blocks()[-1]])
+    text = "\n".join(["set -e", stop, *blocks()[:-1], "trap - EXIT", blocks()[-1]])
+    for printed, other in (ports or {}).items():
+        text = re.sub(rf"\b{printed}\b", str(other), text)
+    return text
+
+
+def free_ports() -> dict[int, int]:
+    """For each port of the quick start one that nobody has."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in PORTS]
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return {port: held.getsockname()[1] for port, held in zip(PORTS, sockets, strict=True)}
 
 
 def problems(output: str) -> list[str]:
@@ -39,20 +57,26 @@ def problems(output: str) -> list[str]:
 
 
 def main() -> int:
-    for port in PORTS:
+    parser = argparse.ArgumentParser(description="Run the README's quick start.")
+    parser.add_argument("--free-ports", action="store_true", help="leave 8000, 8100 and 8200 to others")
+    ports = free_ports() if parser.parse_args().free_ports else {}
+    for port in () if ports else PORTS:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 print(f"quick start: port {port} is in use; stop what listens there first", file=sys.stderr)
                 return 2
+    shell = subprocess.Popen(
+        ["bash", "-c", script(ports)], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        result = subprocess.run(
-            ["bash", "-c", script()], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as e:
-        print(f"quick start: not done after {TIMEOUT_S} s. {e.output}", file=sys.stderr)
+        output, _ = shell.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(shell.pid, signal.SIGTERM)  # the engines, too
+        output, _ = shell.communicate()
+        print(f"quick start: not done after {TIMEOUT_S} s. {output}", file=sys.stderr)
         return 1
-    print(result.stdout)
-    missing = problems(result.stdout)
+    print(output)
+    missing = problems(output)
     for name in missing:
         print(f"quick start: {name} is not in the output; see prefill.log, decode.log, router.log")
     return 1 if missing else 0

@@ -1,6 +1,7 @@
 """The README's quick start: its blocks are found, and what they must show is looked for.
 
-`make quickstart` runs them with real engines; `test_documented_commands.py` looks at every command.
+`make quickstart` and `tests/engines/test_quickstart.py` run them with real engines;
+`test_documented_commands.py` looks at every command.
 """
 
 import importlib.util
@@ -35,6 +36,17 @@ def test_it_starts_asks_shows_and_stops(quickstart: ModuleType) -> None:
     for block, word in zip(found, words, strict=True):
         assert word in block
     assert subprocess.run(["bash", "-n"], input=quickstart.script(), text=True).returncode == 0
+
+
+def test_other_ports_change_nothing_else(quickstart: ModuleType) -> None:
+    ports = quickstart.free_ports()
+    assert len(set(ports.values())) == 3
+    other = quickstart.script(ports)
+    assert not any(str(port) in other for port in quickstart.PORTS)
+    back = {new: old for old, new in ports.items()}
+    assert quickstart.script() == quickstart.re.sub(
+        r"\b(" + "|".join(map(str, back)) + r")\b", lambda m: str(back[int(m[1])]), other
+    )
 
 
 def test_what_it_must_show_is_looked_for(quickstart: ModuleType) -> None:
