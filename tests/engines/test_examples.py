@@ -1,13 +1,18 @@
 """The examples that talk to engines, as their users run them."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
 from stateferry.models import recall_prompt
-from stateferry.stack import Router
+from stateferry.stack import Router, Server, Stack
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTION = recall_prompt(1, 60)
@@ -32,3 +37,47 @@ def test_two_legs_by_hand_say_what_was_received(pair: Any) -> None:
     assert told["outcome"] == "received"
     assert told["bytes"]["state"] > 0
     assert told["bytes"]["attention"] > 0
+
+
+class Sidecar(Server):
+    """The example, beside a decode engine."""
+
+    def __init__(self, decode_url: str, log_path: Path) -> None:
+        self._decode_url = decode_url
+        super().__init__("sidecar", log_path)
+
+    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [sys.executable, str(EXAMPLES / "llmd_sidecar.py"), "--decode", self._decode_url]
+        return [*command, "--port", str(port)], dict(os.environ)
+
+
+@pytest.fixture
+def sidecar(stack: Stack, pair: Any) -> Iterator[Sidecar]:
+    server = Sidecar(pair.decode.url, stack.log_folder / "sidecar.log")
+    stack.add(server)
+    try:
+        server.wait_ready(60.0)
+        yield server
+    finally:
+        stack.stop(server)
+
+
+def test_the_sidecar_does_both_legs_where_a_header_names_the_prefill_engine(
+    pair: Any, sidecar: Sidecar
+) -> None:
+    body = {"model": "model", "prompt": QUESTION.text, "max_tokens": 2, "temperature": 0.0}
+    named = {"x-prefiller-host-port": pair.prefill.url.removeprefix("http://")}
+
+    def ask(headers: dict[str, str], **more: Any) -> httpx.Response:
+        url = f"{sidecar.url}/v1/completions"
+        return httpx.post(url, json=body | more, headers=headers, timeout=60.0, trust_env=False)
+
+    answer = ask(named).json()
+    assert answer["choices"][0]["text"].split()[0] == QUESTION.answer
+    assert answer["kv_transfer_params"]["stateferry"]["received"]["outcome"] == "received"
+    streamed = [line.removeprefix("data: ") for line in ask(named, stream=True).text.splitlines() if line]
+    texts = [json.loads(line)["choices"][0]["text"] for line in streamed if line != "[DONE]"]
+    assert "".join(texts).split()[0] == QUESTION.answer
+    alone = ask({}).json()
+    assert alone["choices"][0]["text"].split()[0] == QUESTION.answer
+    assert not alone.get("kv_transfer_params")

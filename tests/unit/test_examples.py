@@ -1,4 +1,7 @@
-"""Examples that need no engine run here; `tests/engines/test_examples.py` runs the others."""
+"""Examples that need no engine run here; `tests/engines/test_examples.py` runs the others.
+
+`test_llmd_sidecar.py` has that one before made-up engines.
+"""
 
 import ast
 import importlib.util
@@ -16,7 +19,7 @@ from stateferry.transport.memory import MemoryTransport
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_HERE = {"counting_transport.py"}
-RUN_WITH_ENGINES = {"ask.py", "two_legs.py"}
+RUN_WITH_ENGINES = {"ask.py", "llmd_sidecar.py", "two_legs.py"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,8 @@ def test_every_example_is_run_by_a_test_and_says_how_to_run_it() -> None:
     assert set(found) == RUN_HERE | RUN_WITH_ENGINES
     for name, text in found.items():
         assert f"python examples/{name}" in (ast.get_docstring(ast.parse(text)) or ""), name
+    engines = (Path(__file__).parents[1] / "engines" / "test_examples.py").read_text()
+    assert all(f'"{name}"' in engines for name in RUN_WITH_ENGINES)
 
 
 def test_the_counting_transport_passes_the_suite() -> None:
