@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.collector import Collector
 
 from stateferry.models import RECALL_GDN, write_random_checkpoint
 from stateferry.stack import Client, Engine, EngineSpec, Role, Router, Stack
+from stateferry.testing.collector import Collector
 
 START_TIMEOUT_S = 280.0
 PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 120}

@@ -32,15 +32,6 @@ class MoriioEngine(Engine):
         return super()._command(port)
 
 
-class MoriioRouter(Router):
-    """vllm-router that hears of its engines instead of being told."""
-
-    def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        command, env = super()._command(port)
-        command[command.index("nixl")] = "moriio"
-        return command, env
-
-
 @pytest.fixture(scope="module")
 def ping_port() -> int:
     with HeldPort() as port:
@@ -145,7 +136,7 @@ def test_behind_vllm_router(client: Client, stack: Stack, moriio_pair: Pair, pin
     for engine in (moriio_pair.prefill, moriio_pair.decode):
         client.reset_prefix_cache(engine.url)
     arguments = ["--vllm-discovery-address", f"127.0.0.1:{ping_port}"]
-    router = MoriioRouter([], [], stack.log_folder / "moriio-router.log", arguments, "moriio-router")
+    router = Router([], [], stack.log_folder / "moriio-router.log", arguments, "moriio-router", "moriio")
     stack.add(router)
     try:
         router.wait_ready(60.0)

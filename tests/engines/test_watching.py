@@ -6,12 +6,12 @@ import subprocess
 
 import httpx
 import pytest
-from tests.engines.collector import Collector, Span
 from tests.engines.command import STATEFERRY
 from tests.engines.conftest import Pair
 
 from stateferry.stack import Client, Router
 from stateferry.telemetry import METRICS, SPANS, MetricKind
+from stateferry.testing.collector import Collector, Span
 from stateferry.watch import discover
 
 pytestmark = pytest.mark.engines

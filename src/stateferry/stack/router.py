@@ -23,10 +23,13 @@ class Router(Server):
         log_path: Path,
         args: Sequence[str] = (),
         name: str = "router",
+        kv_connector: str = "nixl",
     ) -> None:
+        """`kv_connector`: whose protocol it speaks, `nixl` or `moriio`. Without URLs it hears of engines."""
         self._prefill_urls = tuple(prefill_urls)
         self._decode_urls = tuple(decode_urls)
         self._args = tuple(args)
+        self._kv_connector = kv_connector
         self._metrics_port: HeldPort | None = None
         super().__init__(name, log_path)
 
@@ -36,7 +39,7 @@ class Router(Server):
         program = Path(sys.executable).with_name("vllm-router")
         if not program.exists():
             raise EngineError(f"{program} does not exist. Install the router: pip install vllm-router")
-        command = [str(program), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        command = [str(program), "--vllm-pd-disaggregation", "--kv-connector", self._kv_connector]
         for url in self._prefill_urls:
             command += ["--prefill", url]
         for url in self._decode_urls:

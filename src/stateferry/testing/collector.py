@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in this process: what engines export lands in a list."""
+"""An OpenTelemetry collector in this process: what engines export lands in a list. Needs vLLM's packages."""
 
 import threading
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Collector:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 """Silent."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
