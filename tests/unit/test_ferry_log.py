@@ -168,7 +168,7 @@ def said_by_idle_engines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
         for _ in range(18):
             clock.advance(600.0)
             for rank in (producer, consumer):
-                log = id(rank.ferry._log)
+                log = id(rank.ferry._loop._log)
                 seen = turns[log]
                 rank.ferry.submit(Orders())
                 wait_until(lambda log=log, seen=seen: turns[log] > seen)  # type: ignore[misc]
