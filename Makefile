@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check docs quickstart package compat gate soak fuzz mori-contract clean
+.PHONY: help setup demo test check docs quickstart package compat gate soak fuzz aiperf-check mori-contract clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -46,6 +46,9 @@ fuzz: setup ## Damaged messages for as long as you like; ARGS=-max_total_time=60
 
 soak: setup ## Half an hour of hand-offs with faults and cancellations; ARGS="--minutes 3"
 	@$(BIN)/stateferry soak $(ARGS)
+
+aiperf-check: setup ## By hand: does AIPerf ask what `bench agentx` asks? Makes an environment of its own
+	@$(BIN)/python tools/aiperf_check.py $(ARGS)
 
 mori-contract: setup ## Compare what transport mori uses with the published MoRI packages (downloads them)
 	@$(BIN)/python tools/mori_contract.py

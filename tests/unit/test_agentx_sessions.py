@@ -186,6 +186,22 @@ def test_some_made_up_prompts_are_cut_back(made_up: list[list[Turn]]) -> None:
     assert 0.004 < cut < 0.02
 
 
+def test_made_up_subagents_are_written_as_other_readers_want_them(tmp_path: Path) -> None:
+    """Symptom: AIPerf refused our files, for want of two fields, and took some of a subagent's times for the
+    session's and some not."""
+    found = 0
+    for number in range(12):
+        written = json.loads(write_session(make_session(number, 3, 64), tmp_path).read_text())
+        for entry in written["requests"]:
+            if entry["type"] == "subagent":
+                found += 1
+                assert entry["subagent_type"]
+                assert entry["models"]
+                assert entry["agent_id"]
+                assert all(inner["t"] >= entry["t"] for inner in entry["requests"])
+    assert found
+
+
 def test_a_made_up_session_depends_on_its_seed_alone() -> None:
     assert make_session(1, 5, 64) == make_session(1, 5, 64)
     assert make_session(1, 5, 64) != make_session(1, 6, 64)

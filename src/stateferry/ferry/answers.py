@@ -97,7 +97,7 @@ class Answers:
             handoff.claim_answered(rank_of(link, handoff), answer, sent_s)
             if handoff.failure and not before:
                 self._open.tell_if_lost(handoff)
-            self._asking.claim_granted(link, sent_s, answer.lease_s)
+            self._asking.renew_in_time(link, sent_s, answer.lease_s)
             return
 
     def _renewed(self, link: Link, answer: RenewalAnswer) -> None:

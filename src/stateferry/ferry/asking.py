@@ -40,8 +40,8 @@ class Asking:
             )
         )
 
-    def claim_granted(self, link: Link, sent_s: float, lease_s: float) -> None:
-        """The claim that was sent at `sent_s` started a lease, which must be renewed in time."""
+    def renew_in_time(self, link: Link, sent_s: float, lease_s: float) -> None:
+        """A claim that was sent at `sent_s` was answered: its lease counts from then."""
         link.next_renewal_s = min(link.next_renewal_s, _due_s(sent_s, lease_s))
 
     def renew(self, link: Link, handoffs: Sequence[Handoff], now_s: float) -> None:

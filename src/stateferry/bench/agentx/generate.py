@@ -149,14 +149,21 @@ def _spawning(rng: random.Random, turns: int) -> dict[int, int]:
 
 
 def _subagent(rng: random.Random, names: _Names, scale: float, start_s: float) -> Request:
-    """A subagent that starts with a context of its own. Times inside count from its start."""
+    """A subagent that starts with a context of its own. Times inside are the session's: all readers of the
+    format agree on those; of times that count from its start AIPerf takes the late ones for the session's."""
     agent = _Agent(rng, names, scale, draw(rng, SUBAGENT_FIRST_PROMPT))
     inner: list[Request] = []
     t = 0.0
     for _ in range(max(1, round(draw(rng, SUBAGENT_TURNS)))):
         pause_s = draw(rng, SUBAGENT_PAUSE_S) if inner else 0.0
-        inner.append(agent.request(t + pause_s, pause_s))
-        t = inner[-1].t + inner[-1].api_time
+        inner.append(agent.request(start_s + t + pause_s, pause_s))
+        t = inner[-1].t - start_s + inner[-1].api_time
     return Request(
-        t=round(start_s, 3), type="subagent", duration_ms=round(t * 1000), status="completed", requests=inner
+        t=round(start_s, 3),
+        type="subagent",
+        subagent_type="made-up",
+        models=["made-up"],
+        duration_ms=round(t * 1000),
+        status="completed",
+        requests=inner,
     )

@@ -35,6 +35,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """From the answer before to this request."""
     ttft: Seconds | None = None
     agent_id: str = ""
+    subagent_type: str = ""
+    models: list[str] = msgspec.field(default_factory=list)
+    """A subagent's. Other readers of the format want both."""
     duration_ms: Seconds = 0.0
     status: str = ""
     requests: list["Request"] = msgspec.field(default_factory=list)
