@@ -4,6 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+"""On a crowded machine an example may take seconds that are not its own; tests have a time limit anyway."""
 
 collect_ignore = [] if importlib.util.find_spec("kubernetes_validate") else ["site"]
 """`make docs` runs the tests of that folder, in an environment of its own."""
