@@ -35,7 +35,7 @@ def code_bans(name: str, source: str) -> Iterator[str]:
             names = {alias.name for alias in node.names}
             if isinstance(node, ast.ImportFrom) and node.module == "time" and "sleep" in names:
                 yield from _sleep(name, where)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep":
+        elif isinstance(node, ast.Attribute) and node.attr == "sleep" and ast.unparse(node) == "time.sleep":
             yield from _sleep(name, where)
 
 
