@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.documented import PAGES, ROOT, code_lines, commands, refused, router_refuses, typed
 
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -91,3 +92,53 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 def test_a_file_that_is_not_there_is_noticed() -> None:
     page = "`docs/design.md`, `tests/unit/test_bans.py::test_x`, `tools/gone.py` and `deploy/compose`."
     assert missing(page) == ["tools/gone.py"]
+
+
+PROGRAM = re.compile(r"python3? ((?:tools|examples)/\w+\.py)([^`|>&\n]*)")
+"""A program of ours with its options, in a block or in a sentence."""
+
+
+def programs(page: str) -> list[str]:
+    """What is wrong with the programs of ours that a page tells people to run."""
+    found = []
+    for name, options in PROGRAM.findall(page):
+        text = (ROOT / name).read_text() if (ROOT / name).is_file() else ""
+        if not text:
+            found.append(f"there is no {name}")
+        found += [
+            f"{name} has no {o}" for o in re.findall(r"--[\w-]+", options) if text and f'"{o}"' not in text
+        ]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_program_that_a_page_runs_is_there_and_takes_its_options(page: Path) -> None:
+    assert programs(page.read_text()) == []
+
+
+def test_a_program_that_nobody_can_run_is_noticed() -> None:
+    page = "`python tools/gone.py` and\npython tools/two_hosts.py --delay-ms 5 --lost 1 | cat --not-ours"
+    assert programs(page) == ["there is no tools/gone.py", "tools/two_hosts.py has no --lost"]
+    assert sum(len(PROGRAM.findall(page.read_text())) for page in PAGES) > 5
+
+
+def nav(node: object) -> list[str]:
+    """The pages that the site's navigation names, in order."""
+    if isinstance(node, str):
+        return [node]
+    inner = node if isinstance(node, list) else list(node.values())  # type: ignore[attr-defined]
+    return [page for one in inner for page in nav(one)]
+
+
+def test_every_page_is_in_the_navigation_and_on_the_index_once() -> None:
+    docs = ROOT / "docs"
+    pages = sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(nav(site["nav"])) == pages
+    listed = (docs / "index.md").read_text().partition("## All pages")[2]
+    assert sorted(re.findall(r"\]\(([\w/-]+\.md)\)", listed)) == sorted({*pages} - {"index.md"})
+
+
+def test_the_readme_names_every_page_of_the_documentation_that_it_lists_once() -> None:
+    listed = re.findall(r"`(docs/\w+\.md)`", (ROOT / "README.md").read_text().partition("## More")[2])
+    assert sorted(listed) == sorted(set(listed))
