@@ -104,12 +104,6 @@ def pair(stack: Stack, collector: Collector, specs: Sequence[EngineSpec]) -> Ite
         stack.stop(*(e for e in (made.prefill, made.decode) if e in stack.servers))
 
 
-def plain_specs() -> list[EngineSpec]:
-    """Engines whose routers know where they are."""
-    extra = {"testing": True, "lease_s": LEASE_S}
-    return [EngineSpec(model=RECALL_GDN, role=role, extra_config=extra) for role in ROLES]
-
-
 def moriio_specs(ping_port: int) -> list[EngineSpec]:
     """Engines with the settings of MoRIIO's users, which register with their router."""
     specs = []

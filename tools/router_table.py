@@ -1,11 +1,11 @@
 """The same conversation through every router, and what each did with it, as a table.
 
-    python tools/router_table.py            # two pairs of engines, one after the other: some minutes
+    python tools/router_table.py            # before a pair of vLLM's engines: some minutes
     python tools/router_table.py --made-up  # before made-up engines: seconds
     python tools/router_table.py --write    # docs/routers.md from the newest result
 
 vllm-router in its modes `nixl` and `moriio`, and a proxy that follows llm-d's routing sidecar
-(`examples/llmd_sidecar.py`). A run prints the table and writes `benchmarks/results/router-table-DATE.json`.
+(`examples/llmd_sidecar.py`). A run prints the table and, before real engines, writes `benchmarks/results/router-table-DATE.json`.
 Exit code 0: no answer with status 200 was wrong, and no engine was left holding blocks.
 """
 
@@ -156,7 +156,7 @@ def newest() -> Path:
 
 def hold(
     made: Any,
-    fronts: Sequence[Any],
+    routers: Sequence[Any],
     client: Any,
     collector: Any,
     seen: dict[str, dict[str, Any]],
@@ -167,7 +167,7 @@ def hold(
 
     talks = {
         front.name: Conversation(front, made, client, collector, 1000 * (len(seen) + place))
-        for place, front in enumerate(fronts, 1)
+        for place, front in enumerate(routers, 1)
     }
     for name, talk in talks.items():
         seen[name] = {}
@@ -187,8 +187,12 @@ def hold(
 
 
 def with_engines() -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Two pairs of vLLM's engines, one after the other. Minutes. What was seen, and who holds blocks."""
-    from router_servers import moriio_front, moriio_specs, nixl_front, pair, plain_specs, sidecar_front
+    """A pair of vLLM's engines. Minutes. What was seen, and who holds blocks.
+
+    They have the settings of MoRIIO's users, for the router that is told by its engines where they are; those
+    that carry an answer whole need nothing else.
+    """
+    from router_servers import moriio_specs, pair
     from stateferry.stack import AnswerError, Client, Stack
     from stateferry.stack.ports import HeldPort
     from stateferry.testing.collector import Collector
@@ -197,43 +201,37 @@ def with_engines() -> tuple[dict[str, dict[str, Any]], list[str]]:
     held: list[str] = []
     with Stack() as stack, Client(timeout_s=90.0) as client, Collector() as collector, HeldPort() as ping:
         print(f"logs: {stack.log_folder}", file=sys.stderr, flush=True)
-        for specs in (plain_specs(), moriio_specs(ping.number)):
-            with pair(stack, collector, specs) as made:
-                plain = specs[0].connector_module is None
-                fronts = (
-                    [nixl_front(made), sidecar_front(made)] if plain else [moriio_front(made, ping.number)]
-                )
-                hold(made, fronts, client, collector, seen)
-                for engine in (made.prefill, made.decode):
-                    try:
-                        client.reset_prefix_cache(engine.url, 30.0)
-                    except AnswerError as e:
-                        held.append(f"{engine.name}: {e}")
-                stack.stop(*(front.server for front in fronts))
+        with pair(stack, collector, moriio_specs(ping.number)) as made:
+            hold(made, fronts(made, ping.number), client, collector, seen)
+            for engine in (made.prefill, made.decode):
+                try:
+                    client.reset_prefix_cache(engine.url, 30.0)
+                except AnswerError as e:
+                    held.append(f"{engine.name}: {e}")
     return seen, held
 
 
 def made_up() -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Two pairs of made-up engines: what routers do by themselves. Seconds."""
+    """A pair of made-up engines: what routers do by themselves. Seconds."""
     from router_made_up import LEFT_TO_REAL_ENGINES, MadeUpPair
-    from router_servers import moriio_front, nixl_front, sidecar_front
     from stateferry.stack import Client, Stack
     from stateferry.stack.ports import HeldPort
 
     seen: dict[str, dict[str, Any]] = {}
     with Stack() as stack, Client(timeout_s=90.0) as client, HeldPort() as ping:
-        for ping_port in (None, ping.number):
-            made = MadeUpPair(stack, ping_port)
-            try:
-                fronts = (
-                    [nixl_front(made), sidecar_front(made)]
-                    if ping_port is None
-                    else [moriio_front(made, ping_port)]
-                )
-                hold(made, fronts, client, made.seen, seen, LEFT_TO_REAL_ENGINES)
-            finally:
-                made.close()
+        made = MadeUpPair(stack, ping.number)
+        try:
+            hold(made, fronts(made, ping.number), client, made.seen, seen, LEFT_TO_REAL_ENGINES)
+        finally:
+            made.close()
     return seen, []
+
+
+def fronts(made: Any, ping_port: int) -> list[Any]:
+    """Every router, before one pair."""
+    from router_servers import moriio_front, nixl_front, sidecar_front
+
+    return [nixl_front(made), moriio_front(made, ping_port), sidecar_front(made)]
 
 
 def result_of(engines: str, seen: Mapping[str, Any], held: Sequence[str]) -> dict[str, Any]:
@@ -246,7 +244,7 @@ def result_of(engines: str, seen: Mapping[str, Any], held: Sequence[str]) -> dic
         "host": host_facts(),
         "engines": engines,
         "vllm_router": importlib.metadata.version("vllm-router"),
-        "routers": {name: seen[name] for name in sorted(seen, key=lambda name: name.startswith("llm-d"))},
+        "routers": dict(seen),
         "held": list(held),
     }
 
@@ -255,6 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The same conversation through every router.")
     parser.add_argument("--write", action="store_true", help="only make the page from the newest result")
     parser.add_argument("--made-up", action="store_true", help="before made-up engines: seconds")
+    parser.add_argument("--keep", action="store_true", help="with --made-up: write the result down, too")
     options = parser.parse_args()
     if options.write:
         PAGE.write_text(page(PAGE.read_text(), json.loads(newest().read_text())))
@@ -265,9 +264,10 @@ def main() -> int:
     print(table(result))
     for problem in result["problems"]:
         print(f"router table: {problem}", file=sys.stderr)
-    path = RESULTS / f"router-table-{result['date']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path.relative_to(ROOT)}", file=sys.stderr)
+    if options.keep or not options.made_up:
+        path = RESULTS / f"router-table-{result['date']}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path.relative_to(ROOT)}", file=sys.stderr)
     return 1 if result["problems"] else 0
 
 
