@@ -1,53 +1,161 @@
-"""What of the CUDA IPC transport can be tested without a device; tools/gpu_transports.py does the rest."""
+"""CUDA IPC over a double of the driver, and its kernel in Triton's interpreter; tools/gpu_transports.py does
+the rest on devices."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from stateferry.errors import TransportUnavailable
-from stateferry.transport import TransportOptions, create_transport
-from stateferry.transport.pieces import Spans
+from stateferry.errors import TransportError, TransportUnavailable
+from stateferry.testing.conformance import CHECKS
+from stateferry.testing.transport_reads import pieces
+from stateferry.transport import TransferState, TransportOptions, create_transport
 
 gather = pytest.importorskip("stateferry.transport.cuda_gather", reason="needs torch and triton")
+from tests.unit import cuda_double  # noqa: E402 - needs what was just asked for
+from tests.unit.cuda_double import (  # noqa: E402
+    Double,
+    DoubleLocal,
+    DoubleRig,
+    DoubleTarget,
+    copiers,
+    make_transport,
+)
 
 
-def spans(rows: list[tuple[int, int, int]]) -> Spans:
-    local, remote, sizes = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
-    zeros = np.zeros(len(rows), np.int64)
-    return Spans(local, remote, sizes, zeros, zeros)
+@pytest.fixture
+def double() -> Iterator[Double]:
+    with cuda_double.driver() as found:
+        yield found
 
 
-def copied(rows: list[tuple[int, int, int]]) -> dict[int, int]:
-    """Which source byte every program's row brings to which destination byte; each once."""
-    found: dict[int, int] = {}
-    for table, unit in zip(gather.tables(spans(rows)), (8, 1), strict=True):
-        for source, target, count in table.tolist():
-            assert count > 0
-            assert count * unit <= gather.CHUNK_BYTES
-            if unit == 8:
-                assert source % 8 == target % 8 == 0
-            for byte in range(count * unit):
-                assert target + byte not in found
-                found[target + byte] = source + byte
-    return found
+@pytest.fixture(scope="module")
+def rig() -> Iterator[DoubleRig]:
+    with cuda_double.driver() as found, DoubleRig(found) as made:
+        yield made
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance(rig: DoubleRig, check: str) -> None:
+    CHECKS[check](rig)
+
+
+def gathered(
+    double: Double, rows: list[tuple[int, int, int]], gatherer: "gather.Gatherer | None" = None
+) -> None:
+    """Copy rows of (target offset, source offset, size) between arrays, and see that nothing else changed."""
+    source, target = cuda_double.numbers(1 << 20), np.zeros(1 << 20, np.uint8)
+    expected = target.copy()
+    there, here = source.ctypes.data, target.ctypes.data
+    gatherer = gatherer or gather.Gatherer(0, copiers)
+    launched = gatherer.launch(gather._spans([(here + a, there + b, n) for a, b, n in rows]), there, 32)
+    for a, b, n in rows:
+        expected[a : a + n] = source[b : b + n]
+    looks = 0
+    while not launched.done():
+        looks += 1
+        assert looks < 100
+    assert looks, "done before anything ran"
+    assert (target == expected).all()
+    assert launched.seal() == source[:32].tobytes()
+    gatherer.retire(launched)
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [(1 << 20, 2 << 20, 64)],
-        [(1 << 20, 2 << 20, 200_000)],
-        [((1 << 20) + 1, 2 << 20, 24), (3 << 20, (2 << 20) + 4, 24), (4 << 20, 5 << 20, 23)],
-        [(1 << 20, 2 << 20, 70_001), (2 << 20, 1 << 20, 65_536), ((3 << 20) + 3, (4 << 20) + 3, 1)],
+        [(0, 8, 64)],
+        [(0, 8, 200_000)],
+        [(1, 0, 24), (104, 36, 24), (200, 208, 23)],
+        [(8, 16, 70_001), (100_000, 200_000, 65_536), (300_003, 3, 1)],
+        [(16 * i, 16 * (9000 - i), 8) for i in range(9000)],
+        [(16 * i, 16 * (100 - i), 7) for i in range(100)],
     ],
-    ids=["one", "many chunks", "odd in each of three ways", "mixed"],
+    ids=["one", "large", "odd in each of three ways", "mixed", "more words than rows", "more odd than rows"],
 )
-def test_every_byte_is_in_one_row(rows: list[tuple[int, int, int]]) -> None:
-    expected = {local + i: remote + i for local, remote, size in rows for i in range(size)}
-    assert copied(rows) == expected
+def test_every_byte_arrives_and_no_other(double: Double, rows: list[tuple[int, int, int]]) -> None:
+    gathered(double, rows)
+
+
+def test_what_a_gather_used_is_used_again_and_given_back_at_the_end(double: Double) -> None:
+    gatherer = gather.Gatherer(0, copiers)
+    gathered(double, [(0, 0, 8)], gatherer)
+    kept = set(double.allocations)
+    for _ in range(5):
+        gathered(double, [(0, 0, 8)], gatherer)
+    assert set(double.allocations) == kept
+    source, target = cuda_double.numbers(64), np.zeros(64, np.uint8)
+    row = (target.ctypes.data, source.ctypes.data, 64)
+    late = gatherer.launch(gather._spans([row]), source.ctypes.data, 8)
+    late.wait()
+    assert (target == source).all()
+    gatherer.close()
+    gatherer.close()
+    gatherer.retire(late)
+    assert not double.allocations
+    assert not double.events
+    assert set(double.streams) == {0}
+
+
+@pytest.mark.parametrize("piece_bytes", [8, 8 << 20, 1 << 34])
+@pytest.mark.parametrize("count", [1, 90, 5000])
+def test_a_grid_has_a_program_for_every_piece_and_not_too_many(count: int, piece_bytes: int) -> None:
+    for copier in copiers(0):
+        pieces_axis, chunks_axis = copier.grid(count, piece_bytes)
+        assert pieces_axis == count
+        assert 1 <= chunks_axis <= max(1, gather.PROGRAMS // count)
+        assert chunks_axis * copier.chunk_bytes < piece_bytes + copier.chunk_bytes
+
+
+def test_a_kernel_that_does_not_copy_is_noticed_at_the_start(double: Double) -> None:
+    double.copies = False
+    with pytest.raises(TransportError, match="did not copy what it was told to"):
+        gather.Gatherer(0, copiers)
+
+
+def test_a_kernel_that_counts_in_other_units_is_noticed_at_the_start(double: Double) -> None:
+    words, odd = copiers(0)
+    half = dataclasses.replace(words, kernel=dataclasses.replace(words.kernel, function=4))
+    with pytest.raises(TransportError, match="did not copy what it was told to"):
+        gather.Gatherer(0, lambda index: (half, odd))
+
+
+@pytest.mark.parametrize("succeed", [0, 1], ids=["words", "seal"])
+def test_a_launch_that_fails_half_way_is_quiet_when_it_has_failed(double: Double, succeed: int) -> None:
+    target = DoubleTarget([4096], 1, double)
+    local = DoubleLocal([4096], double)
+    with make_transport() as reader:
+        reader.register(local.regions())
+        peer = reader.connect(target.registration, 1.0)
+        double.fail["cuLaunchKernel"] = succeed
+        transfer = peer.post_read(pieces([(0, 0, 0, 0, 4096)]))
+        assert transfer.poll() is TransferState.FAILED
+        assert transfer.quiet
+        assert not double.pending
+        assert "could not launch: cudaipc: launching the copy: invalid (CUDA error 400)" in transfer.error
+        del double.fail["cuLaunchKernel"]
+        peer.close()
+    assert not double.mapped
+    target.end()
+
+
+def test_a_device_that_fails_fails_the_read(double: Double) -> None:
+    target = DoubleTarget([4096], 1, double)
+    local = DoubleLocal([4096], double)
+    with make_transport() as reader:
+        reader.register(local.regions())
+        peer = reader.connect(target.registration, 1.0)
+        transfer = peer.post_read(pieces([(0, 0, 0, 0, 4096)]))
+        double.fail["cuEventQuery"] = 1
+        assert transfer.poll() is TransferState.PENDING
+        assert transfer.poll() is TransferState.FAILED
+        assert "the device failed: invalid (CUDA error 400)" in transfer.error
+        peer.close()
+    target.end()
 
 
 def test_without_a_device_it_says_so() -> None:
@@ -69,7 +177,8 @@ expected = target.copy()
 here, there = target.ctypes.data, source.ctypes.data
 for unit, rows in ((8, [(0, 8, 3000), (40_000, 64_000, 17)]), (1, [(3, 100_001, 3001)])):
     table = np.array([(there + a, here + b, count) for a, b, count in rows], np.int64)
-    gather._gather[(len(rows),)](torch.from_numpy(table), unit, gather.LANES)
+    # Two programs a piece, of which one may find nothing to do and one several chunks.
+    gather._gather[(len(rows), 2)](torch.from_numpy(table), unit, 1100, gather.LANES)
     for a, b, count in rows:
         expected[b : b + count * unit] = source[a : a + count * unit]
 assert expected.any() and (target == expected).all(), np.flatnonzero(target != expected)[:10]

@@ -34,6 +34,8 @@ from stateferry.transport.registrations import decode_registration
 from stateferry.transport.settling import SettlingTransfer
 
 COOKIE_BYTES = 32
+COOKIE_ALLOCATION_BYTES = 2 << 20
+"""What the driver hands out at least: a smaller allocation shares it with others, and exports them, too."""
 _ADDRESSES, _REGIONS = np.empty(0, np.uint64), np.empty(0, np.int64)
 NOTHING = Spans(_ADDRESSES, _ADDRESSES, _ADDRESSES, _REGIONS, _REGIONS)
 
@@ -80,32 +82,33 @@ class CudaIpcTransport(Transport):
             raise TransportUnavailable(f"cudaipc needs torch and triton: {e}") from e
         if not torch.cuda.is_available() or torch.version.hip:
             raise TransportUnavailable("cudaipc needs an NVIDIA device that torch can use")
-        self.torch: Any = torch
+        self._torch: Any = torch
         self.view = linux.ProcView()
         self.local = RegionTable("local", [])
         self.closed = False
         self.gatherer: Gatherer | None = None
         self._make_gatherer = Gatherer
-        self._cookie: Any = None
+        self._cookie = 0
+        """Address of our cookie, in an allocation of its own; 0: not registered."""
 
     def register(self, regions: Sequence[MemoryRegion]) -> bytes:
         if self.closed:
             raise TransportClosed("cudaipc: register after close")
-        if self._cookie is not None:
+        if self._cookie:
             raise TransportError("cudaipc: register was called before; it works once")
         devices = {region.device_index for region in regions}
         if len(devices) > 1 or any(region.kind is not MemoryKind.CUDA for region in regions):
             raise TransportUnavailable("cudaipc: moves the memory of one CUDA device; use nixl for others")
-        index = devices.pop() if devices else self.torch.cuda.current_device()
+        index = devices.pop() if devices else self._torch.cuda.current_device()
         spans = [(region.address, region.size_bytes) for region in regions]
         self.local = RegionTable("local", spans)
         cookie = secrets.token_bytes(COOKIE_BYTES)
-        with self.torch.cuda.device(index):
-            self.gatherer = self._make_gatherer(index)
-            self._cookie = self.torch.frombuffer(bytearray(cookie), dtype=self.torch.uint8).cuda()
-            exports = _Exports()
-            places = [exports.place(address, size) for address, size in spans]
-            cookie_place = exports.place(self._cookie.data_ptr(), COOKIE_BYTES)
+        self.gatherer = self._make_gatherer(index)
+        self._cookie = cuda_driver.allocate(COOKIE_ALLOCATION_BYTES)
+        cuda_driver.write(self._cookie, cookie)
+        exports = _Exports()
+        places = [exports.place(address, size) for address, size in spans]
+        cookie_place = exports.place(self._cookie, COOKIE_BYTES)
         return msgspec.msgpack.encode(
             _Registration(
                 pid=os.getpid(),
@@ -139,10 +142,13 @@ class CudaIpcTransport(Transport):
             raise
 
     def close(self) -> None:
-        if not self.closed and self._cookie is not None:
-            # A wiped cookie makes every later read of ours by a peer fail.
-            self._cookie.zero_()
-            self.torch.cuda.synchronize(self._cookie.device)
+        if not self.closed and self.gatherer is not None:
+            self.gatherer.enter()
+            if self._cookie:
+                # Every later read of ours by a peer fails then. The memory stays: who has it mapped must find
+                # this in it, and not what others keep there next.
+                cuda_driver.write(self._cookie, bytes(COOKIE_BYTES))
+            self.gatherer.close()
         self.closed = True
 
 
@@ -200,13 +206,13 @@ class _CudaIpcPeer(Peer):
         self.closed = False
         self.gone = False
         self._mapped: list[int] = []
-        with transport.torch.cuda.device(gatherer.device_index):
-            try:
-                for handle, _ in blob.allocations:
-                    self._mapped.append(cuda_driver.map_handle(handle))
-            except TransportError as e:
-                self._unmap()
-                raise TransportUnavailable(str(e)) from e
+        gatherer.enter()
+        try:
+            for handle, _ in blob.allocations:
+                self._mapped.append(cuda_driver.map_handle(handle))
+        except TransportError as e:
+            self._unmap()
+            raise TransportUnavailable(str(e)) from e
         spans = [(self._mapped[p.allocation] + p.offset, p.size) for p in blob.regions]
         self.remote = RegionTable("remote", spans)
         self.cookie_address = self._mapped[blob.cookie_place.allocation] + blob.cookie_place.offset
@@ -231,8 +237,8 @@ class _CudaIpcPeer(Peer):
         if not self.closed:
             self.closed = True
             self.process.close()
-            with self.transport.torch.cuda.device(self.gatherer.device_index):
-                self._unmap()
+            self.gatherer.enter()
+            self._unmap()
 
     def why_gone(self, seal: bytes) -> str:
         """Why what was just read does not count; empty: it does."""
@@ -265,7 +271,7 @@ class _CudaIpcTransfer(SettlingTransfer):
         if self._total:
             try:
                 self._launched = peer.gatherer.launch(spans, peer.cookie_address, COOKIE_BYTES)
-            except (RuntimeError, TransportError) as e:  # torch's, triton's and the driver's errors
+            except TransportError as e:
                 self._fail(f"could not launch: {e}")
 
     def poll(self) -> TransferState:
@@ -274,8 +280,8 @@ class _CudaIpcTransfer(SettlingTransfer):
         try:
             if not self._launched.done():
                 return self._state
-        except RuntimeError as e:
-            self._fail(f"the device failed: {e}")
+        except TransportError as e:
+            self._fail(str(e))
             return self._state
         why = self._peer.why_gone(self._launched.seal())
         self._peer.gatherer.retire(self._launched)

@@ -26,6 +26,16 @@ class Spans(NamedTuple):
     local_regions: Int64Array
     remote_regions: Int64Array
 
+    def take(self, chosen: npt.NDArray[np.bool_] | slice) -> "Spans":
+        """Some of its entries, in order."""
+        return Spans(
+            self.local[chosen],
+            self.remote[chosen],
+            self.sizes[chosen],
+            self.local_regions[chosen],
+            self.remote_regions[chosen],
+        )
+
 
 class RegionTable:
     """The registered regions of one side, ready for whole-array look-ups."""
@@ -46,20 +56,25 @@ class RegionTable:
         """Addresses of the pieces. Raises ValueError that names the first piece out of bounds."""
         if len(regions) == 0:
             return np.empty(0, dtype=np.uint64)
-        known = (regions >= 0) & (regions < len(self))
+        # As unsigned numbers what is negative is large: one comparison does for both ends.
+        known = regions.view(np.uint64) < len(self)
         if not known.all():
             i = int(np.argmin(known))
             raise ValueError(f"piece {i}: {self._side} region {regions[i]} of {len(self)} does not exist")
-        room = self.sizes[regions]
+        one = len(self) == 1
+        room = self.sizes[:1] if one else self.sizes[regions]
         # Compared this way round, nothing can overflow: 0 < size <= room.
-        inside = (sizes > 0) & (sizes <= room) & (offsets >= 0) & (offsets <= room - sizes)
+        fits = (sizes - 1).view(np.uint64) < room.view(np.uint64)
+        inside = fits & (offsets.view(np.uint64) <= (room - sizes).view(np.uint64))
         if not inside.all():
             i = int(np.argmin(inside))
             raise ValueError(
                 f"piece {i}: {sizes[i]} bytes at offset {offsets[i]} lie outside {self._side} region "
-                f"{regions[i]} of {room[i]} bytes"
+                f"{regions[i]} of {room[0 if one else i]} bytes"
             )
-        return (self.addresses[regions] + offsets).astype(np.uint64)
+        start = self.addresses[:1] if one else self.addresses[regions]
+        found: AddressArray = (start + offsets).view(np.uint64)
+        return found
 
     def locate(self, address: int) -> str:
         """Say for people where an address lies."""
@@ -83,7 +98,7 @@ def resolve_pieces(pieces: Pieces, local: RegionTable, remote: RegionTable) -> S
     return Spans(
         local.resolve(pieces.local_regions, pieces.local_offsets, pieces.sizes),
         remote.resolve(pieces.remote_regions, pieces.remote_offsets, pieces.sizes),
-        pieces.sizes.astype(np.uint64),
+        pieces.sizes.view(np.uint64),  # none is negative
         pieces.local_regions,
         pieces.remote_regions,
     )
