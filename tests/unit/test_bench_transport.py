@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from stateferry.bench import PROMPT_TOKENS
 from stateferry.bench.transport import (
     LIMIT,
-    QUICK_POLLS,
     Bench,
     Measured,
     Sample,
@@ -101,9 +100,9 @@ def test_shares_of_the_limit_are_taken_round_by_round() -> None:
 
 
 def test_a_read_is_looked_at_until_it_is_over() -> None:
-    transfer = Done(polls=QUICK_POLLS + 3)
+    transfer = Done(polls=60)
     sample = timed_read("a", Fake("a", [], [transfer]), SMALL.pieces)
-    assert transfer.looks == QUICK_POLLS + 4
+    assert transfer.looks == 61
     assert sample.post_ms <= sample.held_ms <= sample.done_ms
     assert sample.longest_call_ms <= sample.held_ms
 

@@ -29,8 +29,9 @@ TRANSPORTS = {
 """The arms there are."""
 CONNECT_S = 30.0
 TIMEOUT_S = 120.0
-QUICK_POLLS = 50
-"""As the ferry does: so many looks without a pause, then one every millisecond."""
+QUICK_S = 0.0015
+"""As the ferry does: it looks without a pause for about so long (fifty turns of its thread), then once a
+millisecond."""
 KEPT = ("post_ms", "done_ms", "held_ms", "longest_call_ms", "cpu_ms", "peer_cpu_ms")
 
 
@@ -155,7 +156,7 @@ def timed_read(name: str, peer: Peer, pieces: Pieces) -> Sample:
     transfer = peer.post_read(pieces)
     called = perf_counter()
     post = held = longest = called - start
-    looks, state = 0, TransferState.PENDING
+    state = TransferState.PENDING
     while True:
         state = transfer.poll()
         now = perf_counter()
@@ -165,8 +166,7 @@ def timed_read(name: str, peer: Peer, pieces: Pieces) -> Sample:
             break
         if now - start > TIMEOUT_S:
             raise TransportError(f"{name}: not done after {TIMEOUT_S:g} s")
-        looks += 1
-        pause.poll(0 if looks < QUICK_POLLS else 1)
+        pause.poll(0 if now - start < QUICK_S else 1)
         called = perf_counter()
     used = process_time() - cpu
     if state is not TransferState.DONE:
