@@ -16,7 +16,7 @@ from stateferry.doctor import EngineAnswer, ask_engine
 from stateferry.errors import LayoutMismatch
 from stateferry.layout.fingerprint import compare
 from stateferry.layout.spec import CacheLayout
-from stateferry.models import FAMILIES, write_random_checkpoint
+from stateferry.models import CPU_FAMILIES, write_random_checkpoint
 from stateferry.stack import Client, Engine, EngineSpec, Stack
 
 pytestmark = pytest.mark.timeout(900)
@@ -53,7 +53,7 @@ def test_the_shared_engines_are_as_inspect_says(pair: Pair) -> None:
         check_inspect(engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CPU_FAMILIES)
 def test_an_engine_of_every_family_is_as_inspect_says(family: str, stack: Stack, tmp_path: Path) -> None:
     model = write_random_checkpoint(family, tmp_path / family)
     engine = stack.start(EngineSpec(model=model, name=f"inspect-{family}"))

@@ -28,14 +28,14 @@ from stateferry.ids import EngineId
 from stateferry.layout.fingerprint import compare
 from stateferry.layout.shard import check_layout
 from stateferry.layout.spec import CacheLayout, GroupKind
-from stateferry.models import FAMILIES, RECALL_GDN
+from stateferry.models import CPU_FAMILIES, RECALL_GDN
 from stateferry.models.random_checkpoint import random_config
 from stateferry.vllm.kv_cache import describe
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
 SIZES = (1, 2)
-MODELS = ("recall_gdn", *FAMILIES)
+MODELS = ("recall_gdn", *CPU_FAMILIES)
 RECURRENT = {"linear_attention", "conv"}
 """What the configs call their recurrent layers."""
 
@@ -50,7 +50,7 @@ def environment() -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder per model with nothing but its config."""
     found = {"recall_gdn": RECALL_GDN}
-    for family in FAMILIES:
+    for family in CPU_FAMILIES:
         found[family] = tmp_path_factory.mktemp("models") / family
         found[family].mkdir()
         (found[family] / "config.json").write_text(json.dumps(random_config(family)))

@@ -146,6 +146,15 @@ def test_sizes_follow_from_the_config_alone() -> None:
     assert accounting.problems(case(300), report(300, 407_040, 3 * 128 * 2_048)) == []
 
 
+def test_sizes_of_latents_and_of_three_convolutions() -> None:
+    """Three KDA layers of 4 heads of 128 x 128 (float32) with windows of 3 over Q, K and V (bfloat16); one
+    layer of latents of 512 + 64 numbers."""
+    sizes = expected_sizes(random_config("kda"))
+    assert sizes is not None
+    assert 3 * (4 * 128 * 128 * 4 + 3 * 4 * 128 * 3 * 2) in sizes.state_bytes
+    assert sizes.token_bytes == 576 * 2
+
+
 def test_a_layer_that_is_missing_from_every_hand_off_is_a_problem() -> None:
     sizes = expected_sizes(random_config("gdn"))
     two_of_three = 407_040 // 3 * 2

@@ -108,6 +108,7 @@ LACKING: dict[str, frozenset[str]] = {
     "granitemoehybrid": frozenset(),
     "falcon_h1": frozenset(),
     "lfm2": frozenset({"heads", "second state"}),
+    "kimi_linear": frozenset(),
 }
 """By `model_type`: which features a model does not have. What is not listed may lack any."""
 

@@ -31,12 +31,19 @@ def expected_sizes(config: Config) -> Sizes | None:
     if rule is None:
         return None
     recurrent, attention, (window, matrix) = rule(config)
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
     return Sizes(
         state_bytes=frozenset(recurrent * (window * BF16 + matrix * width) for width in WIDTHS),
-        token_bytes=attention * 2 * config.get("num_key_value_heads", heads) * head_size * BF16,
+        token_bytes=attention * _numbers_of_a_token(config) * BF16,
     )
+
+
+def _numbers_of_a_token(config: Config) -> int:
+    """In one attention layer: keys and values of all heads, or one latent for all of them."""
+    if config.get("kv_lora_rank"):
+        return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    return int(2 * config.get("num_key_value_heads", heads) * head_size)
 
 
 _State = tuple[int, int]
@@ -76,10 +83,18 @@ def _short_convolution(config: Config) -> tuple[int, int, _State]:
     return kinds.count("conv"), kinds.count("full_attention"), (window, 0)
 
 
+def _kimi(config: Config) -> tuple[int, int, _State]:
+    layers = config["linear_attn_config"]
+    size = layers["num_heads"] * layers["head_dim"]
+    state = 3 * size * (layers["short_conv_kernel_size"] - 1), size * layers["head_dim"]
+    return len(layers["kda_layers"]), len(layers["full_attn_layers"]), state
+
+
 _STATES: Mapping[str, Callable[[Config], tuple[int, int, _State]]] = {
     "qwen3_next": _gated_delta,
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon,
     "lfm2": _short_convolution,
+    "kimi_linear": _kimi,
 }
 """By `model_type`: recurrent layers, attention layers, and one recurrent layer's state."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from .prompts import Question, RecallPrompt, recall_prompt
-from .random_checkpoint import FAMILIES, write_random_checkpoint
+from .random_checkpoint import CPU_FAMILIES, FAMILIES, write_random_checkpoint
 
 RECALL_GDN = Path(__file__).parent / "recall_gdn"
 
 __all__ = [
+    "CPU_FAMILIES",
     "FAMILIES",
     "RECALL_GDN",
     "Question",

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .gdn import gdn_config, gdn_tensors
+from .kda import kda_config, kda_tensors
 from .mamba2 import falcon_config, falcon_tensors, granite_config, granite_tensors
 from .short_conv import lfm2_config, lfm2_tensors
 from .tensors import TensorSpec, materialise
@@ -26,6 +27,8 @@ class Family:
 
     config: Callable[..., dict[str, Any]]
     tensors: Callable[[dict[str, Any]], Iterable[TensorSpec]]
+    on_cpu: bool = True
+    """Whether vLLM 0.32 has kernels for it on a CPU."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -34,8 +37,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mamba2": Family(granite_config, granite_tensors),
         "falcon_h1": Family(falcon_config, falcon_tensors),
         "short_conv": Family(lfm2_config, lfm2_tensors),
+        "kda": Family(kda_config, kda_tensors, on_cpu=False),
     }
 )
+CPU_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.on_cpu)
 
 
 def random_config(family: str) -> dict[str, Any]:
