@@ -17,6 +17,7 @@ import torch
 
 from stateferry.bench.transport import connected, result, room_for
 from stateferry.bench.transport_cases import made_up, planned
+from stateferry.stack import commit, host_facts
 from stateferry.testing.conformance import CHECKS
 from stateferry.testing.transport_rigs import CudaRig
 from stateferry.transport import MemoryKind
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--conformance", action="append", help="which of them to check, may be repeated; default: all of them"
     )
+    parser.add_argument("--only", choices=("conformance", "bench"), help="default: both")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
@@ -59,7 +61,9 @@ def main() -> None:
     target_device = torch.cuda.device_count() - 1  # another device where there are two
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit(),
         "host": {
+            **host_facts(),
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "peer_access": target_device > 0 and torch.cuda.can_device_access_peer(0, target_device),
             "torch": torch.__version__,
@@ -67,13 +71,14 @@ def main() -> None:
         },
         "conformance": {},
     }
-    for transport in arguments.conformance or names:
+    for transport in () if arguments.only == "bench" else arguments.conformance or names:
         found["conformance"][transport] = conformance(transport, target_device)
         arguments.output.write_text(json.dumps(found, indent=2) + "\n")
-    try:
-        found["transport"] = transports(names, arguments.rounds)
-    except Exception:
-        found["transport"] = traceback.format_exc()
+    if arguments.only != "conformance":
+        try:
+            found["transport"] = transports(names, arguments.rounds)
+        except Exception:
+            found["transport"] = traceback.format_exc()
     arguments.output.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 
