@@ -27,7 +27,7 @@ from stateferry.bench.plan import Case, block_tables, layouts
 from stateferry.bench.transport import spread
 from stateferry.config import Config
 from stateferry.ferry import Ferry, FerrySetup
-from stateferry.ferry import ferry as ferry_module
+from stateferry.ferry import loop as ferry_loop
 from stateferry.ids import EngineId, RequestId, new_epoch, new_transfer_id
 from stateferry.layout.blocks import needed_blocks
 from stateferry.layout.spec import CacheLayout
@@ -197,11 +197,11 @@ def main() -> None:
         return
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "host": host_facts()}
     for transport, looks in product(
-        arguments.transport or ("cudaipc", "nixl"), arguments.quick_looks or [ferry_module.QUICK_POLLS]
+        arguments.transport or ("cudaipc", "nixl"), arguments.quick_looks or [ferry_loop.QUICK_POLLS]
     ):
         name = f"{transport}, {looks} quick looks"
         try:
-            with patch.object(ferry_module, "QUICK_POLLS", looks):
+            with patch.object(ferry_loop, "QUICK_POLLS", looks):
                 found[name] = measure(transport, arguments.rounds)
             show(name, found[name])
         except Exception as e:
