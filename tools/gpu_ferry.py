@@ -25,6 +25,7 @@ import torch
 
 from stateferry.bench.plan import Case, block_tables, layouts
 from stateferry.bench.transport import spread
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config
 from stateferry.ferry import Ferry, FerrySetup
 from stateferry.ferry import loop as ferry_loop
@@ -91,7 +92,7 @@ def serve(device: int, transport: str) -> None:
                 engine_id=cache.engine_id,
                 request_id=RequestId(f"prefill-{number}"),
                 num_tokens=asked["tokens"],
-                block_ids=tuple(tuple(ids) for ids in asked["tables"]),
+                block_ids=tuple(BlockIds(ids) for ids in asked["tables"]),
                 first_blocks=tuple(asked["first"]),
                 prefix_digest="0" * 32,
                 lease_s=PATIENCE_S,
@@ -117,7 +118,7 @@ def hand_off(
     ferry.submit(Orders(opens=(Open(name, offer),)))
     time.sleep(CLAIMED_S)
     groups = tuple(
-        GroupLoad(index, offer.first_blocks[index], tuple(mine), offer.block_ids[index])
+        GroupLoad(index, offer.first_blocks[index], BlockIds(mine), offer.block_ids[index])
         for index, mine in enumerate(local)
     )
     orders = Orders(loads=(Load(name, 0, groups),))
