@@ -5,7 +5,8 @@
     python tools/router_table.py --write    # docs/routers.md from the newest result
 
 vllm-router in its modes `nixl` and `moriio`, and a proxy that follows llm-d's routing sidecar
-(`examples/llmd_sidecar.py`). A run prints the table and, before real engines, writes `benchmarks/results/router-table-DATE.json`.
+(`examples/llmd_sidecar.py`). A run prints the table and, before real engines, writes
+`benchmarks/results/router-table-DATE.json`.
 Exit code 0: no answer with status 200 was wrong, and no engine was left holding blocks.
 """
 
