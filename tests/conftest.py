@@ -4,11 +4,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
-"""On a crowded machine an example may take seconds that are not its own; tests have a time limit anyway."""
+if importlib.util.find_spec("hypothesis"):  # the environment of the site's tests has none
+    from hypothesis import settings
+
+    # On a crowded machine an example may take seconds that are not its own; tests have a time limit anyway.
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 collect_ignore = [] if importlib.util.find_spec("kubernetes_validate") else ["site"]
 """`make docs` runs the tests of that folder, in an environment of its own."""
