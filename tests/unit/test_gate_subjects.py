@@ -34,6 +34,17 @@ def test_a_seeded_model_is_written_for_the_run(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").exists()
 
 
+def test_what_vllm_has_no_cpu_kernels_for_is_refused_before_an_engine_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subjects, "_on_cpu", lambda: True)
+    with pytest.raises(ConfigError, match="no kernels for 'kda'"):
+        seeded("kda").write(tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(subjects, "_on_cpu", lambda: False)
+    assert (seeded("kda").write(tmp_path) / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_mamba_2_runs_without_prefix_caching_on_cpu_only(
     on_cpu: bool, monkeypatch: pytest.MonkeyPatch

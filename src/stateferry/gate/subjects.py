@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stateferry.errors import ConfigError
 from stateferry.gate.damages import lacking
 from stateferry.gate.prompts import PromptSource, model_config, random_source, recall_source
 from stateferry.gate.sizes import Sizes, expected_sizes
-from stateferry.models import write_random_checkpoint
+from stateferry.models import FAMILIES, write_random_checkpoint
 from stateferry.models.random_checkpoint import random_config
 
 MAMBA2 = frozenset({"granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "zamba2"})
@@ -43,14 +44,24 @@ def bundled() -> Subject:
 
 
 def seeded(family: str) -> Subject:
-    """A random checkpoint of a family, made for this run."""
+    """A random checkpoint of a family, made for this run. Its `write` raises ConfigError where the installed
+    vLLM cannot run it."""
     config = random_config(family)
     return _subject(
         f"random-{family}",
         config,
         random_source(config),
-        lambda scratch: write_random_checkpoint(family, scratch / family),
+        lambda scratch: _written(family, scratch / family),
     )
+
+
+def _written(family: str, folder: Path) -> Path:
+    """Only engines that are to be started need it."""
+    if not FAMILIES[family].on_cpu and _on_cpu():
+        raise ConfigError(
+            f"vLLM's CPU build has no kernels for {family!r}: run this where devices are (tools/gpu_gate.py)"
+        )
+    return write_random_checkpoint(family, folder)
 
 
 def in_folder(folder: Path) -> Subject:
