@@ -86,15 +86,15 @@ def test_what_must_never_be_is_a_problem(tool: ModuleType, result: Any) -> None:
     assert "was not handed off" in not_handed
 
 
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def made_up() -> Iterator[Any]:
     """A made-up pair, our sidecar before it, and the conversation's module."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    names = ("router_servers", "router_conversation", "router_made_up")
-    servers, conversation, engines = (importlib.import_module(name) for name in names)
-    monkeypatch.setattr(conversation, "LEAVES_S", 0.3)
-    monkeypatch.setattr(conversation, "ASKS", 1)
-    with Stack() as stack, Client(timeout_s=30.0) as client:
+    with pytest.MonkeyPatch.context() as patch, Stack() as stack, Client(timeout_s=30.0) as client:
+        patch.syspath_prepend(ROOT / "tools")
+        names = ("router_servers", "router_conversation", "router_made_up")
+        servers, conversation, engines = (importlib.import_module(name) for name in names)
+        patch.setattr(conversation, "LEAVES_S", 0.3)
+        patch.setattr(conversation, "ASKS", 1)
         pair = engines.MadeUpPair(stack)
         try:
             front = servers.sidecar_front(pair)
