@@ -1,18 +1,13 @@
 """Runs the command line in this process: importing vLLM anew for every call takes too long."""
 
 import json
-import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-
-from stateferry.cli.main import main
+from tests.command import exit_code
 
 
 @dataclass(frozen=True)
@@ -35,18 +30,9 @@ Run = Callable[..., Result]
 @contextmanager
 def command_here(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """A function that runs the command; environment and signal handler are put back."""
-    handler = signal.getsignal(signal.SIGTERM)
 
     def call(*arguments: str) -> Result:
-        code: Any = 0
-        with patch.object(sys, "argv", ["stateferry", *arguments]), patch.dict(os.environ):
-            try:
-                main()
-            except SystemExit as e:
-                code = e.code
-        return Result(int(code or 0), *capsys.readouterr())
+        code = exit_code(*arguments)
+        return Result(code, *capsys.readouterr())
 
-    try:
-        yield call
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    yield call

@@ -6,12 +6,20 @@ import subprocess
 import sys
 
 import pytest
+from tests.command import run
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a separate process, as a shell would."""
+def run_apart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a separate process, as a shell would: what `run` stands for."""
     code = "from stateferry.cli.main import main; main()"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [("serve", "prefill", "m", "--dry-run"), ("nonsense",)])
+def test_the_command_does_in_this_process_what_it_does_in_its_own(arguments: tuple[str, ...]) -> None:
+    here, apart = run(*arguments), run_apart(*arguments)
+    assert (here.returncode, here.stdout) == (apart.returncode, apart.stdout)
+    assert here.stderr.splitlines()[-1:] == apart.stderr.splitlines()[-1:]
 
 
 def served(*arguments: str) -> tuple[list[str], dict[str, object]]:

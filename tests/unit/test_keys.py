@@ -3,12 +3,11 @@
 import os
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import zmq
+from tests.command import run
 
 from stateferry.config import Auth, Config
 from stateferry.errors import ConfigError
@@ -137,11 +136,6 @@ def test_peers_are_given_an_address_to_dial_and_no_name() -> None:
     assert numeric("::1") == "::1"
     with pytest.raises(ConfigError, match="has no address"):
         numeric("no host; at all")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from stateferry.cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
 
 
 def test_the_command_writes_a_file_that_engines_read(tmp_path: Path) -> None:

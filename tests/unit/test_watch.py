@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.command import run
 
 from stateferry.cli.top_tables import ago, duration, size
 from stateferry.errors import EngineError
@@ -213,8 +214,7 @@ def test_a_router_that_says_nothing_useful_is_named(answer: object) -> None:
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from stateferry.cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code, "top", *arguments], capture_output=True, text=True)
+    return run("top", *arguments)
 
 
 def test_once_prints_a_plain_table_of_what_the_router_has() -> None:
