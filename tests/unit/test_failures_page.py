@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def rows_of(page: str) -> list[Row]:
     return rows
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """Names of the test functions of a file, from its text."""
     tree = ast.parse(path.read_text())
