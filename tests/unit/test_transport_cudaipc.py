@@ -117,6 +117,14 @@ def test_a_kernel_that_does_not_copy_is_noticed_at_the_start(double: Double) -> 
         gather.Gatherer(0, copiers)
 
 
+def test_without_a_compiler_another_transport_may_be_tried(double: Double) -> None:
+    def compile_for(index: int) -> "tuple[gather.Copier, gather.Copier]":
+        raise RuntimeError("Failed to find C compiler")
+
+    with pytest.raises(TransportUnavailable, match=r"could not be compiled .*Failed to find C compiler"):
+        gather.Gatherer(0, compile_for)
+
+
 def test_a_kernel_that_counts_in_other_units_is_noticed_at_the_start(double: Double) -> None:
     words, odd = copiers(0)
     half = dataclasses.replace(words, kernel=dataclasses.replace(words.kernel, function=4))

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stateferry.errors import TransportError
+from stateferry.errors import TransportError, TransportUnavailable
 from stateferry.transport import cuda_driver
 from stateferry.transport.cuda_driver import Kernel, Parameters
 from stateferry.transport.pieces import Spans
@@ -177,9 +177,15 @@ class Gatherer:
         device_index: int,
         compile_for: Callable[[int], tuple[Copier, Copier]] = compile_copiers,
     ) -> None:
-        """Compiles the kernel, and tries it. Raises TransportError when it does not copy."""
+        """Compiles the kernel, and tries it. Raises TransportUnavailable when it cannot be compiled, and
+        TransportError when it does not copy."""
         self.device_index = device_index
-        self._copiers = compile_for(device_index)
+        try:
+            self._copiers = compile_for(device_index)
+        except Exception as e:  # whatever torch, Triton and its compilers raise: another transport may do
+            raise TransportUnavailable(
+                f"cudaipc: its kernel could not be compiled ({e!r}); use transport nixl"
+            ) from e
         self._context = cuda_driver.retain_context(device_index)
         cuda_driver.make_current(self._context)
         self._stream = cuda_driver.create_stream()
