@@ -204,7 +204,8 @@ def test_a_server_that_failed_but_does_not_end_is_not_waited_for(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stateferry.stack.server.GIVEN_UP_S", 0.0)
-    words = "ValueError: no such thing\\nEngineCore failed to start."
+    # In two halves, because the log begins with the command, and so with this script.
+    words = "ValueError: no such thing\\nEngineCore failed ' + 'to start."
     server = started(stack, tmp_path, before=f"print('{words}', flush=True); time.sleep(600)")
     assert until(lambda: "failed to start" in server.log_tail())
     with pytest.raises(EngineError, match="failed to start, and hangs") as caught:
