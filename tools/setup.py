@@ -83,7 +83,7 @@ def main() -> int:
 def use_another_python() -> int:
     """Start again with a Python of a fitting version, or say what is missing."""
     found = ".".join(map(str, sys.version_info[:3]))
-    for minor in (12, 11, 13):
+    for minor in (11, 13, 12):  # those first that everything ran on
         other = shutil.which(f"python3.{minor}")
         if other is not None and starts(other):
             say(f"this is Python {found}; using {other}.")

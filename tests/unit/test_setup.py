@@ -42,10 +42,12 @@ def test_a_fitting_python_elsewhere_is_used(
 ) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    monkeypatch.setattr(setup.shutil, "which", lambda name: sys.executable)
+    asked: list[str] = []
+    monkeypatch.setattr(setup.shutil, "which", lambda name: asked.append(name) or sys.executable)
     monkeypatch.setattr(setup.os, "execv", lambda path, arguments: started.append(arguments))
     setup.main()
     assert started[0] == [sys.executable, str(SCRIPT)]
+    assert asked[0] == "python3.11"  # what all tests run on
     assert f"using {sys.executable}" in capsys.readouterr().out
 
 
