@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+
 from command import Run, command_here
 
 with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+
 from command import Result, Run, command_here
 
 with warnings.catch_warnings():

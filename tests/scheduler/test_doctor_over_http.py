@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from command import Result, Run, command_here
 from harness import ATTENTION, HYBRID, Engine, Pair
 
+from command import Result, Run, command_here
 from stateferry.cli import doctor as module
 from stateferry.doctor import ask_engine
 from stateferry.errors import LayoutMismatch

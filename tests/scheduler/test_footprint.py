@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from command import Run, command_here
 
 with warnings.catch_warnings():
