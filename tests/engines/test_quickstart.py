@@ -22,4 +22,4 @@ def test_the_quick_start_answers_shows_what_moved_and_stops() -> None:
     logs = [ROOT / f"{name}.log" for name in ("prefill", "decode", "router")]
     ends = [path.read_text()[-3000:] for path in logs if path.exists()]
     assert result.returncode == 0, "\n".join([result.stdout, result.stderr, *ends])
-    assert "what fails to arrive is recomputed" in (ROOT / "decode.log").read_text()
+    assert "what fails to arrive is computed here" in (ROOT / "decode.log").read_text()
