@@ -253,9 +253,10 @@ class Leaving:
     def in_the_queue(self) -> None:
         url = self.decode.url
         metrics = self.victims.client.metrics
-        with asked(url, [7] * 20, 1500, None), asked(url, [8] * 20, 1500, None):
+        offer = self.offer()  # first: the prefill engine may starve while the other is full, until it is not
+        with asked(url, [7] * 20, 8000, None), asked(url, [8] * 20, 8000, None):
             when(lambda: metrics(url).total("vllm:num_requests_running") == 2, "a full engine")
-            with asked(url, self.prompt, TOKENS, self.offer()):
+            with asked(url, self.prompt, TOKENS, offer):
                 when(lambda: metrics(url).total("vllm:num_requests_waiting") == 1, "the queue")
 
     def during_the_read(self) -> None:
