@@ -1,6 +1,5 @@
 """The check of AIPerf's requests against ours, as far as it goes without AIPerf: our half, and the notes."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.programs import loaded
 
 from stateferry.bench.agentx.prompts import Prompts
 
@@ -17,12 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "tools")
-    spec = importlib.util.spec_from_file_location("aiperf_check", ROOT / "tools" / "aiperf_check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "aiperf_check.py")
 
 
 def ours(tool: ModuleType) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The picture of the dashboard shows its own queries over a real run, and nothing else."""
 
-import importlib.util
 import json
 import re
 from copy import deepcopy
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.programs import loaded
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "images" / "dashboard.svg"
@@ -18,12 +18,7 @@ PICTURE = ROOT / "docs" / "images" / "dashboard.svg"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "tools" / "dashboard_picture.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "dashboard_picture.py")
 
 
 @pytest.fixture

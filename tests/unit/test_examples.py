@@ -4,13 +4,13 @@
 """
 
 import ast
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.programs import loaded
 
 from stateferry.testing.conformance import CHECKS
 from stateferry.testing.transport_rigs import MemoryRig
@@ -24,12 +24,7 @@ RUN_WITH_ENGINES = {"ask.py", "llmd_sidecar.py", "two_legs.py"}
 
 @pytest.fixture(scope="module")
 def counting() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("counting_transport", EXAMPLES / "counting_transport.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(EXAMPLES / "counting_transport.py")
 
 
 def test_every_example_is_run_by_a_test_and_says_how_to_run_it() -> None:

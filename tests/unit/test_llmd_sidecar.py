@@ -4,7 +4,6 @@ The facts are those of llm-d's own sidecar (connector `nixlv2`), read in its sou
 """
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, ServerDisconnectedError, web
 from aiohttp.test_utils import TestClient, TestServer, unused_port
+from tests.programs import loaded
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llmd_sidecar.py"
 OFFER = {"do_remote_prefill": True, "remote_engine_id": "p", "stateferry": {"ranks": [["h", 1, 2]]}}
@@ -22,12 +22,7 @@ BODY = {"model": "model", "prompt": "q", "max_tokens": 9, "min_tokens": 3}
 
 @pytest.fixture(scope="module")
 def sidecar() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llmd_sidecar", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(EXAMPLE)
 
 
 class MadeUp:

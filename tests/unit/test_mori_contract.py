@@ -1,6 +1,5 @@
 """What the `mori` transport uses of MoRI is declared, is in the double, and is in the published packages."""
 
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.programs import loaded
 
 from stateferry.testing import mori_double, mori_values
 from stateferry.testing.mori_contract import (
@@ -36,12 +36,7 @@ SCRIPT = ROOT / "tools" / "mori_contract.py"
 
 
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stateferry_mori_contract", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 # -- the transport -------------------------------------------------------------------------------

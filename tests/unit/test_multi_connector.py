@@ -1,24 +1,19 @@
 """What docs/compat.md says of MultiConnector is what the newest run of `tools/multi_connector.py` saw."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.programs import loaded
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("multi_connector", ROOT / "tools" / "multi_connector.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "multi_connector.py")
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@
 `test_documented_commands.py` looks at every command.
 """
 
-import importlib.util
 import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.programs import loaded
 
 ROOT = Path(__file__).parents[2]
 GOOD = """{"choices":[{"index":0,"text":" Kyoto","logprobs":null}]}
@@ -21,12 +21,7 @@ stateferry_received_bytes_total{engine="0",kind="state",model_name="model"} 4070
 
 @pytest.fixture(scope="module")
 def quickstart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "tools" / "quickstart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "quickstart.py")
 
 
 def test_it_starts_asks_shows_and_stops(quickstart: ModuleType) -> None:

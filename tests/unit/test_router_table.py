@@ -1,7 +1,6 @@
 """docs/routers.md has the table of the newest run, and a table says what was seen."""
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Iterator
 from copy import deepcopy
@@ -10,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.programs import loaded
 
 from stateferry.stack import Client, Stack
 
@@ -18,12 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("router_table", ROOT / "tools" / "router_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "router_table.py")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What `make setup` does on machines that are not like this one."""
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,18 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.programs import loaded
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "setup.py"
 
 
 @pytest.fixture
 def setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stateferry_setup", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 @pytest.mark.parametrize("version", [(3, 10, 4), (3, 14, 0)])

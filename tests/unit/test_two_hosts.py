@@ -1,12 +1,12 @@
 """The network between two hosts that `tools/two_hosts.py` makes: late, lossy, in order; and its verdict."""
 
-import importlib.util
 import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.programs import loaded
 
 ROOT = Path(__file__).parents[2]
 PACKETS = [f"packet {number}".encode() for number in range(2000)]
@@ -14,12 +14,7 @@ PACKETS = [f"packet {number}".encode() for number in range(2000)]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("two_hosts", ROOT / "tools" / "two_hosts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "two_hosts.py")
 
 
 def test_packets_arrive_late_and_in_order(tool: ModuleType) -> None:
