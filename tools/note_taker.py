@@ -3,13 +3,13 @@
 import http.server
 import json
 import threading
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from stateferry.bench.agentx.compare import Asked
+from stateferry.testing.local_server import LocalServer
 
 
-class NoteTaker:
+class NoteTaker(LocalServer):
     """Answers every request with as many words, or token ids, as it asks for. Use as a context manager."""
 
     def __init__(self) -> None:
@@ -52,24 +52,7 @@ class NoteTaker:
 
             def log_message(self, *args: object) -> None: ...
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(Handler)
 
     def conversations(self) -> dict[str, list[Asked]]:
         """What was asked, by conversation, each in the order in which it came."""

@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from stateferry.testing.local_server import LocalServer
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Span:
     """Of the vLLM process that exported it."""
 
 
-class Collector:
+class Collector(LocalServer):
     """Listens from `with` on. Engines that start before it, or live on after it, lose their spans."""
 
     def __init__(self) -> None:
@@ -46,32 +47,17 @@ class Collector:
             def log_message(self, format: str, *args: object) -> None:
                 """Silent."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        super().__init__(Handler)
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """What makes an engine export to us."""
-        return ("--otlp-traces-endpoint", f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces")
+        return ("--otlp-traces-endpoint", f"{self.url}/v1/traces")
 
     @property
     def environment(self) -> dict[str, str]:
         """What makes it do so over HTTP, and soon."""
         return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "500"}
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     def wait_for(self, trace_id: str, enough: Callable[[list[Span]], bool], timeout_s: float) -> list[Span]:
         """The spans of a trace, once there are enough, or when time is over."""
