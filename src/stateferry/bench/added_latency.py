@@ -13,13 +13,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from stateferry.bench.arms import ONE_ENGINE, Arm
+from stateferry.bench.arms import ONE_ENGINE, REST_S, Arm
 from stateferry.bench.figures import percentile
 from stateferry.stack import Client
 
 MIN_TOKENS, MAX_TOKENS = 20, 1200
-REST_S = 1.5
-"""Before every timed question. vLLM's spinning ends after a second (`SpinCondition` in its shm_broadcast)."""
 
 
 @dataclass(slots=True)
@@ -58,7 +56,6 @@ def measure(
     requests: int,
     seed: int = 0,
     on_round: Callable[[int], None] | None = None,
-    rest_s: float = REST_S,
 ) -> Result:
     """Ask `requests` rounds of prompts, lengths spread evenly over 20 to 1,200 tokens, in random order.
 
@@ -73,7 +70,7 @@ def measure(
         for number, length in enumerate([MAX_TOKENS, MIN_TOKENS, *lengths], start=-2):
             for arm in rng.sample(list(arms), len(arms)):
                 arm.go_on()
-                one_s, pair_s = _turn(client, arm, length, rng, rest_s)
+                one_s, pair_s = _turn(client, arm, length, rng)
                 if len(arms) > 1:
                     arm.stop()
                 if number >= 0:
@@ -86,7 +83,7 @@ def measure(
     return result
 
 
-def _turn(client: Client, arm: Arm, length: int, rng: random.Random, rest_s: float) -> tuple[float, float]:
+def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[float, float]:
     """Seconds to the first token: of the prefill engine by itself, and of the pair."""
     prefill, decode = arm.urls
     # Not timed: wakes what slept while the pair was stopped, the engines and then what links them.
@@ -95,11 +92,11 @@ def _turn(client: Client, arm: Arm, length: int, rng: random.Random, rest_s: flo
     client.handoff(prefill, decode, _prompt(rng, MIN_TOKENS), 2)
 
     def one_engine() -> float:
-        threading.Event().wait(rest_s)
+        threading.Event().wait(REST_S)
         return _first_token_s(client.complete(prefill, _prompt(rng, length), 2, stream=True).first_token_s)
 
     def pair() -> float:
-        threading.Event().wait(rest_s)
+        threading.Event().wait(REST_S)
         answer = client.handoff(prefill, decode, _prompt(rng, length), 2, stream=True)
         return _first_token_s(answer.first_token_s)
 

@@ -23,6 +23,9 @@ from stateferry.stack import (
     Stack,
 )
 
+REST_S = 1.5
+"""Before something is measured of engines at rest. vLLM's processes spin on each other for a second after a
+step (`SpinCondition` in its shm_broadcast)."""
 IN_TREE = "in-tree NixlConnector"
 ONE_ENGINE = "one engine"
 TRANSPORTS = ("cma", "nixl", "mooncake", "cudaipc", "auto")

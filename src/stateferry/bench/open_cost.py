@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stateferry.bench.arms import REST_S
 from stateferry.bench.figures import spread
 from stateferry.stack import PREFILL_PARAMS, Client, Engine
 from stateferry.stack.guard import session_members
 
 PROMPT_TOKENS = 512
-REST_S = 1.5
-"""vLLM's processes spin on each other for a second after a step."""
 
 
 @dataclass(slots=True)
