@@ -87,6 +87,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hand-off that finds no room in it is loaded as under `async`."""
     handshake_timeout_s: Seconds = 10.0
     """A hand-shake that takes longer fails the requests that wait for it."""
+    offer_timeout_s: Seconds = 60.0
+    """Where a router sends both legs at once: how long a decode leg waits for the prefill engine to make its
+    offer, queueing and computing included; past it the prompt is computed here."""
     transfer_timeout_s: Seconds = 60.0
     """From vLLM's load order to the last byte; past it the request fails."""
     retry_interval_s: Seconds = 1.0

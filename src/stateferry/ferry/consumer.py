@@ -16,6 +16,7 @@ from stateferry.config import Config
 from stateferry.ferry.ahead import ReadAhead
 from stateferry.ferry.answers import Answers
 from stateferry.ferry.asking import Asking
+from stateferry.ferry.inquiries import Inquiries
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState
 from stateferry.ferry.links import Links
@@ -72,6 +73,7 @@ class ConsumerService:
         self.ahead = ReadAhead.into(room)
         self._asking = Asking(self._links, layout, clock)
         self.open_here = OpenHandoffs(self._links, self._asking, self.ahead, layout.tp_rank, clock)
+        self.inquiries = Inquiries(context, poller, clock, config, layout, key)
         self._answers = Answers(self._links, self._asking, self.open_here, clock)
         self._next_look_s = 0.0
 
@@ -116,6 +118,7 @@ class ConsumerService:
     def close_handoff(self, order: Close) -> None:
         """The request wants nothing more; blocks it was given stay ours until quiet."""
         self.ahead.close(order.request_id)
+        self.inquiries.close(order.request_id)
         handoff = self.open_here.handoffs.get(order.request_id)
         if handoff is None:
             return
@@ -130,7 +133,8 @@ class ConsumerService:
 
     def receive(self, socket: object) -> None:
         """Hear what a producer says."""
-        self._answers.receive(socket)
+        if not self.inquiries.receive(socket):
+            self._answers.receive(socket)
 
     @property
     def peers(self) -> dict[LinkState, int]:
@@ -176,6 +180,7 @@ class ConsumerService:
 
     def tick(self) -> None:
         """Deadlines of links, and of claims and leases: better lost before vLLM gives any blocks."""
+        self.inquiries.tick()
         self._links.tick(self._renew)
         self._links.sweep(self.open_here.pending_peers)
         now_s = self._clock.now_s()
@@ -195,11 +200,12 @@ class ConsumerService:
 
     def next_deadline_s(self) -> float:
         """When `tick` has something to do; infinite if never."""
-        return self._links.next_deadline_s()
+        return min(self._links.next_deadline_s(), self.inquiries.next_deadline_s())
 
     def close(self) -> None:
         """Drop all links. Pending transfers are cancelled where the library can."""
         self.open_here.close()
+        self.inquiries.shut()
         self._links.close()
 
     def _renew(self, link: Link, now_s: float) -> None:

@@ -150,7 +150,9 @@ class Loop:
         if open_here.reading_count:
             return 1  # waits for a link or a fence
         due_s = consumer.next_deadline_s() - self._clock.now_s()
-        if open_here.quarantined_count or ledger.open_count or ledger.parked_count or consumer.link_count:
+        awaited = self._producer.awaited.count
+        held = open_here.quarantined_count or ledger.open_count or ledger.parked_count
+        if held or awaited or consumer.link_count:
             due_s = min(due_s, IDLE_WAIT_S)
         return max(0, min(60_000, math.ceil(due_s * 1000) if due_s < 60 else 60_000))
 
@@ -160,6 +162,10 @@ class Loop:
             orders, fence = found
             for grant in orders.grants:
                 producer.grant(grant)
+            for withdrawal in orders.withdrawals:
+                producer.withdraw(withdrawal)
+            for expect in orders.expects:
+                consumer.inquiries.ask(expect)
             for open_order in orders.opens:
                 consumer.open(open_order)
             for load in orders.loads:
@@ -175,11 +181,13 @@ class Loop:
         self.desk.peers = self._consumer.peers
         sent, ended, lost = self._producer.take_finished(), open_here.take_ended(), open_here.take_lost()
         waiting, apart = self._consumer.ahead.take()
-        if sent or ended or lost or waiting or apart:
+        answered = self._consumer.inquiries.take_answered()
+        if sent or ended or lost or waiting or apart or answered:
             self._log.ended(e.report for e in ended)
-            self.desk.outbox.put(sent, ended, lost, self._producer.take_kept(), waiting, apart)
+            self.desk.outbox.put(sent, ended, lost, self._producer.take_kept(), waiting, apart, answered)
         # After the results: whoever sees that all is over can also take how it ended.
-        self.desk.count_open(self._producer.ledger.open_count + open_here.open_count)
+        consumed = open_here.open_count + self._consumer.inquiries.open_count
+        self.desk.count_open(self._producer.ledger.open_count + consumed)
 
     def _wind_down(self) -> None:
         """After a defect: report all that is open as failed, each once nothing can land in its blocks, and
@@ -191,6 +199,7 @@ class Loop:
             try:
                 self.desk.refuse_orders()
                 self._consumer.open_here.wind_down(self.desk.defect)
+                self._consumer.inquiries.wind_down(self.desk.defect)
                 self._producer.ledger.expire(self._clock.now_s())
                 self._publish()
             except Exception:

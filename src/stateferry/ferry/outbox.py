@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stateferry.ids import RequestId
-from stateferry.session import Kept, Load, Outcome, Report, Results
+from stateferry.session import Answered, Kept, Load, Outcome, Report, Results
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Outbox:
         kept: Iterable[Kept] = (),
         waiting: Iterable[Load] = (),
         apart: Iterable[RequestId] = (),
+        answered: Iterable[Answered] = (),
     ) -> None:
         """Add what happened."""
         with_blocks = [e.report for e in ended if e.had_blocks]
@@ -44,6 +45,7 @@ class Outbox:
                 lost=frozenset(lost),
                 waiting=tuple(waiting),
                 apart=frozenset(apart),
+                answered=tuple(answered),
                 reports=tuple(e.report for e in ended),
                 kept=tuple(kept),
             )

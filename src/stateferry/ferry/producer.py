@@ -13,16 +13,17 @@ from stateferry.errors import StateFerryError
 from stateferry.ferry.memory import LocalMemory
 from stateferry.ferry.peer_log import PeerLog
 from stateferry.ferry.quiet import LogLimit
-from stateferry.ids import Epoch, RequestId, shown
+from stateferry.ids import Epoch, RequestId, TransferId, shown
 from stateferry.layout.digest import bytes_digest
 from stateferry.layout.fingerprint import decode_layout
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Clock, Grant, Kept, Ledger
+from stateferry.session import AwaitedOffers, Clock, Grant, Kept, Ledger, Withdrawal
 from stateferry.telemetry import Key, Tally, refusal_label
 from stateferry.wire import (
     MAX_TEXT,
     PROTOCOL_VERSION,
+    Await,
     Claim,
     DigestAnswer,
     DigestRequest,
@@ -60,6 +61,7 @@ class ProducerService:
         memory: LocalMemory,
     ) -> None:
         self.ledger = Ledger(layout.epoch, layout.tp_size, lease_s)
+        self.awaited = AwaitedOffers(layout.epoch, self.ledger)
         self.tally = Tally()
         self._refusals = LogLimit()
         self._deserters = PeerLog()
@@ -75,8 +77,18 @@ class ProducerService:
         self._plans: OrderedDict[bytes, Plan] = OrderedDict()
 
     def grant(self, grant: Grant) -> None:
-        """Keep a request's blocks; answer claims that came before."""
+        """Keep a request's blocks; answer claims that came before, and tell those who wait for the offer."""
         for sender, answer in self.ledger.grant(grant, self._clock.now_s()):
+            self._send(sender, answer)
+        self._tell(grant.transfer_id)
+
+    def withdraw(self, withdrawal: Withdrawal) -> None:
+        """An offer will never be made; tell those who wait for it."""
+        self.ledger.withdraw(withdrawal.transfer_id, withdrawal.reason)
+        self._tell(withdrawal.transfer_id)
+
+    def _tell(self, transfer_id: TransferId) -> None:
+        for sender, answer in self.awaited.settled(transfer_id):
             self._send(sender, answer)
 
     def receive(self) -> None:
@@ -91,6 +103,7 @@ class ProducerService:
     def tick(self) -> None:
         """End what nobody renewed."""
         now_s = self._clock.now_s()
+        self.awaited.expire(now_s)
         ended, answers = self.ledger.expire(now_s)
         for holding in ended:
             # A claimant is an engine and its request.
@@ -167,6 +180,8 @@ class ProducerService:
         now_s = self._clock.now_s()
         if isinstance(message, Hello):
             return self._greet(sender, message)
+        if isinstance(message, Await):
+            return self.awaited.ask(message, sender, now_s)
         if isinstance(message, Claim | Renewal | Release | DigestRequest):
             if message.epoch != self._layout.epoch:
                 return self._restarted(message.epoch)

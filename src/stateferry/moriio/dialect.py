@@ -125,6 +125,12 @@ class MoriioDialect:
             tables[index], firsts[index] = table, first
         return msgspec.structs.replace(offer, block_ids=tuple(tables), first_blocks=tuple(firsts))
 
+    def promised_to(self, asked: Mapping[str, Any]) -> None:
+        """Nothing: in READ mode these routers wait for the answer, and use a name again when they retry."""
+
+    def promise(self, params: Mapping[str, Any]) -> None:
+        """Nothing: every decode leg has its offer."""
+
     def _engine_id(self, said: Offer) -> str:
         short = _Short(
             PARAMS_VERSION,

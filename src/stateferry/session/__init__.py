@@ -1,12 +1,15 @@
 """One hand-off on each side, as state machines without I/O."""
 
+from stateferry.session.awaited import AwaitedOffers
 from stateferry.session.backoff import pause_s
 from stateferry.session.clock import Clock, SystemClock, VirtualClock
 from stateferry.session.consumer import Handoff, ReadStatus, claimant_name, producer_ranks
 from stateferry.session.lease import RENEWALS_PER_LEASE, Lease
 from stateferry.session.orders import (
+    Answered,
     Cause,
     Close,
+    Expect,
     Grant,
     GroupLoad,
     Kept,
@@ -18,6 +21,7 @@ from stateferry.session.orders import (
     Report,
     Results,
     Trace,
+    Withdrawal,
     refused,
 )
 from stateferry.session.producer import Counters, Holding, Ledger, releases_expected
@@ -25,10 +29,13 @@ from stateferry.session.recovery import Next, Recovery
 
 __all__ = [
     "RENEWALS_PER_LEASE",
+    "Answered",
+    "AwaitedOffers",
     "Cause",
     "Clock",
     "Close",
     "Counters",
+    "Expect",
     "Grant",
     "GroupLoad",
     "Handoff",
@@ -49,6 +56,7 @@ __all__ = [
     "SystemClock",
     "Trace",
     "VirtualClock",
+    "Withdrawal",
     "claimant_name",
     "pause_s",
     "producer_ranks",

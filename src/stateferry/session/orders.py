@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stateferry.block_ids import BlockIds
 from stateferry.ids import RequestId, TransferId
-from stateferry.wire.params import Offer
+from stateferry.wire import Offer, Promise
 
 Trace = tuple[tuple[str, str], ...]
 """A request's W3C trace headers, name and value; empty where it is not traced."""
@@ -26,6 +26,35 @@ class Grant:
     first_blocks: tuple[int, ...]
     prefix_digest: str
     trace: Trace = ()
+    params: bytes = b""
+    """What the response carries, as MessagePack, if a consumer may ask for it ahead of the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """Producer: an offer that a consumer may be waiting for will never be made."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Consumer: a request arrived before its offer was made; ask for it."""
+
+    request_id: RequestId
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Consumer: what became of an offer that a request waits for."""
+
+    request_id: RequestId
+    params: bytes = b""
+    """The prefill leg's `kv_transfer_params`, as MessagePack. Anybody may have written them."""
+    reason: str = ""
+    """Why there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +112,9 @@ class Orders:
     """All of one step's orders, in the order in which they take effect."""
 
     grants: tuple[Grant, ...] = ()
+    withdrawals: tuple[Withdrawal, ...] = ()
+    expects: tuple[Expect, ...] = ()
+    """Only rank 0 asks."""
     opens: tuple[Open, ...] = ()
     loads: tuple[Load, ...] = ()
     places: tuple[Place, ...] = ()
@@ -92,7 +124,12 @@ class Orders:
     """Only for the ferry, from the worker half: these hand-offs were copied out of the waiting room."""
 
     def __bool__(self) -> bool:
-        return any((self.grants, self.opens, self.loads, self.places, self.closes, self.placed))
+        return any(
+            (
+                *(self.grants, self.withdrawals, self.expects, self.opens),
+                *(self.loads, self.places, self.closes, self.placed),
+            )
+        )
 
 
 class Outcome(enum.Enum):
@@ -212,6 +249,8 @@ class Results:
     apart: frozenset[RequestId] = frozenset()
     """Consumer: these requests' hand-offs do not wait in the room, for want of room or because their read
     failed: vLLM must give blocks first."""
+    answered: tuple[Answered, ...] = ()
+    """Consumer: offers that requests waited for, or why there are none."""
     reports: tuple[Report, ...] = ()
     kept: tuple[Kept, ...] = ()
     """Producer: traced requests whose blocks are kept no more."""
@@ -225,6 +264,7 @@ class Results:
             lost=self.lost | more.lost,
             waiting=self.waiting + more.waiting,
             apart=self.apart | more.apart,
+            answered=self.answered + more.answered,
             reports=self.reports + more.reports,
             kept=self.kept + more.kept,
         )
@@ -238,6 +278,7 @@ def refused(orders: Orders, reason: str) -> Results:
         received=loads,
         failed=loads,
         lost=frozenset(order.request_id for order in orders.opens),
+        answered=tuple(Answered(order.request_id, reason=reason) for order in orders.expects),
         reports=tuple(
             Report(load.request_id, TransferId(""), Outcome.FAILED, reason, Cause.DEFECT)
             for load in orders.loads

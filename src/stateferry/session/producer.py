@@ -121,13 +121,24 @@ class Ledger:
     def grant(self, grant: Grant, now_s: float) -> list[tuple[Hashable, ClaimAnswer]]:
         """Start to keep a request's blocks. Returns answers to claims that were waiting for it."""
         self.counters.granted += 1
-        if grant.transfer_id in self._ended:
+        if grant.transfer_id in self._ended or grant.transfer_id in self._holdings:
+            # Given up before it was made, or a router gave one name to two prefills.
             self.counters.released += 1
             self._finished.append(grant.request_id)
             return []
         self._holdings[grant.transfer_id] = Holding(grant, now_s, now_s + self._lease_s)
         waiting = self._parked.pop(grant.transfer_id, [])
         return [(p.sender, self._claim(p.claim, now_s)) for p in waiting]
+
+    def withdraw(self, transfer_id: TransferId, reason: str) -> None:
+        """An offer that was promised will never be made."""
+        if transfer_id not in self._holdings:
+            self._remember(transfer_id, reason)
+
+    def made(self, transfer_id: TransferId) -> Grant | str | None:
+        """The offer if it is there to be claimed; what became of it; None: not heard of yet."""
+        holding = self._holdings.get(transfer_id)
+        return self._ended.get(transfer_id) if holding is None else holding.grant
 
     def claim(self, claim: Claim, sender: Hashable, now_s: float) -> ClaimAnswer | None:
         """Answer a claim; None: it is parked and will be answered by `grant` or `expire`."""

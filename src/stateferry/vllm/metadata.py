@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from stateferry.ids import RequestId
-from stateferry.session import Kept, Orders, Report
+from stateferry.session import Answered, Kept, Orders, Report
 from stateferry.telemetry import Key
 from stateferry.vllm.compat import (
     KVConnectorHandshakeMetadata,
@@ -46,6 +46,8 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
     """Hand-offs that arrived in a rank's waiting room: a request once for each rank."""
     apart: tuple[RequestId, ...] = ()
     """Hand-offs that a rank must be given blocks for, because it has no room or its read failed."""
+    answered: tuple[Answered, ...] = ()
+    """Offers that requests waited for, from rank 0."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
@@ -59,4 +61,5 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
             self.levels | other.levels,
             self.waiting + other.waiting,
             self.apart + other.apart,
+            self.answered + other.answered,
         )

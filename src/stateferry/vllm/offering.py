@@ -1,16 +1,19 @@
 """The producer's part of the scheduler half: which prefills are offered, and whose blocks are kept."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from stateferry.block_ids import BlockIds
 from stateferry.config import Config
 from stateferry.errors import LayoutError
-from stateferry.ids import EngineId, RequestId, new_transfer_id
+from stateferry.ids import EngineId, RequestId, TransferId, new_transfer_id
 from stateferry.layout.blocks import needed_blocks, pair
 from stateferry.layout.spec import Group, GroupKind
-from stateferry.session import Grant
+from stateferry.session import Grant, Withdrawal
 from stateferry.vllm.compat import RequestStatus
 from stateferry.vllm.numbers import Numbers
 from stateferry.vllm.prompt import cut_last_token, digest_of_prefix, why_not_offered
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 Finished = tuple[bool, dict[str, Any] | None]
 """Whether vLLM keeps the blocks until we report them sent; what the response carries."""
+MAX_PROMISED = 8192
+"""How many transfers that routers named are remembered: far more than can be alive at a time."""
 
 
 class Offering:
@@ -50,7 +55,11 @@ class Offering:
         """Prefill legs that run, with why their result will not be offered ("": it will)."""
         self._granted: set[str] = set()
         """Finished prefills whose blocks wait for a consumer."""
+        self._promised: OrderedDict[TransferId, RequestId] = OrderedDict()
+        """Transfers that routers named, because their decode legs wait already, with the first prefill leg
+        of that name. Later ones are not offered: a name serves one request."""
         self._grants: list[Grant] = []
+        self._withdrawals: list[Withdrawal] = []
 
     @property
     def open_count(self) -> int:
@@ -63,8 +72,14 @@ class Offering:
 
     def begin(self, request: Any) -> None:
         """A prefill leg arrived: cut its prompt, before anything is looked up for it."""
+        request_id = RequestId(request.request_id)
         reason = why_not_offered(request)
-        self._prefills[RequestId(request.request_id)] = reason
+        promised = self._dialect.promised_to(request.kv_transfer_params)
+        if promised is not None and (owner := self._promised.setdefault(promised, request_id)) != request_id:
+            reason = reason or f"its transfer_id was request {owner}'s before, and a name serves one request"
+        while len(self._promised) > MAX_PROMISED:
+            self._promised.popitem(last=False)
+        self._prefills[request_id] = reason
         if self._cuts and not reason:
             cut_last_token(request, self._hash_block_tokens)
         request.max_tokens = 1
@@ -83,9 +98,22 @@ class Offering:
         grants, self._grants = self._grants, []
         return tuple(grants)
 
+    def take_withdrawals(self) -> tuple[Withdrawal, ...]:
+        """Orders since the last call."""
+        withdrawals, self._withdrawals = self._withdrawals, []
+        return tuple(withdrawals)
+
+    def _promise_of(self, request: Any) -> TransferId | None:
+        """The transfer whose decode leg waits for this request's offer."""
+        promised = self._dialect.promised_to(request.kv_transfer_params)
+        owner = None if promised is None else self._promised.get(promised)
+        return promised if owner == request.request_id else None
+
     def _offer(self, request: Any, block_ids: tuple[list[int], ...], reason: str) -> Finished:
+        promised = self._promise_of(request)
         # Nothing but a whole prefix may be offered; a stop token as P's only token does no harm to it.
         if request.status not in ANSWERED:
+            self._withdraw(promised, f"will not be made: its prefill ended as {request.status.name}")
             return False, None
         num_tokens = request.num_prompt_tokens - (0 if self._cuts else 1)
         tables: list[BlockIds] = []
@@ -101,9 +129,10 @@ class Offering:
         except LayoutError as e:
             self._numbers.count("stateferry_refused_offers", "producer")
             logger.info("request=%s is not offered: %s", request.request_id, e)
+            self._withdraw(promised, f"will not be made: {e}")
             return False, self._dialect.refuse(str(e), request.kv_transfer_params)
         offer = Offer(
-            transfer_id=new_transfer_id(),
+            transfer_id=promised or new_transfer_id(),
             engine_id=self._engine_id,
             request_id=RequestId(request.request_id),
             num_tokens=num_tokens,
@@ -113,6 +142,7 @@ class Offering:
             lease_s=self._config.lease_s,
             ranks=self._ranks,
         )
+        params = self._dialect.write(offer, request.kv_transfer_params)
         self._granted.add(request.request_id)
         self._grants.append(
             Grant(
@@ -123,6 +153,12 @@ class Offering:
                 offer.first_blocks,
                 offer.prefix_digest,
                 trace_of(request),
+                msgspec.msgpack.encode(params) if promised is not None else b"",
             )
         )
-        return True, self._dialect.write(offer, request.kv_transfer_params)
+        return True, params
+
+    def _withdraw(self, promised: TransferId | None, reason: str) -> None:
+        """Tell a decode leg that waits for this offer."""
+        if promised is not None:
+            self._withdrawals.append(Withdrawal(promised, reason))

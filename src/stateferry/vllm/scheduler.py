@@ -81,8 +81,9 @@ class SchedulerHalf:
         """This step's orders."""
         self._step += 1
         orders = self.taking.take_orders()
-        if grants := self.offering.take_grants():
-            orders = replace(orders, grants=grants)
+        grants, withdrawals = self.offering.take_grants(), self.offering.take_withdrawals()
+        if grants or withdrawals:
+            orders = replace(orders, grants=grants, withdrawals=withdrawals)
         return StateFerryMetadata(self._step, orders)
 
     def reported(self, sent: set[str], received: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,14 @@ from stateferry.errors import LayoutError, ProtocolError
 from stateferry.ids import RequestId, TransferId
 from stateferry.layout.blocks import needed_blocks, pair
 from stateferry.layout.spec import Group
-from stateferry.session import Close, GroupLoad, Load, Open, Orders, Place, Report
+from stateferry.session import Answered, Close, Expect, GroupLoad, Load, Open, Orders, Place, Report
 from stateferry.vllm.destinations import group_loads
 from stateferry.vllm.metadata import StateFerryWorkerMetadata
 from stateferry.vllm.numbers import Numbers
 from stateferry.vllm.prompt import digest_of_prefix
 from stateferry.vllm.received import received
 from stateferry.vllm.spans import trace_of
-from stateferry.wire import Dialect, Offer
+from stateferry.wire import Dialect, Offer, Promise
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,14 @@ class Claimable:
     """One per rank, when it is over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A decode leg that was sent together with its prefill leg: its offer is not made yet."""
+
+    request: Any
+    promise: Promise
+
+
 class Taking:
     """Decode legs from their arrival until nothing of them is open. Engine core's thread."""
 
@@ -63,11 +72,13 @@ class Taking:
         self._numbers = numbers
         self.claimable: dict[RequestId, Claimable] = {}
         self.used: OrderedDict[TransferId, RequestId] = OrderedDict()
-        """Offers that were opened here, whatever became of them, with the requests that had them."""
+        """Offers that were opened or are waited for here, with the requests that have or had them."""
+        self.expected: dict[RequestId, Expected] = {}
         self._loading: set[str] = set()
         """Requests whose blocks are being read into."""
         self._loading_alone = 0
         """Of those: the request itself is over. Counted, because every step asks."""
+        self._expects: list[Expect] = []
         self._opens: list[Open] = []
         self._loads: list[Load] = []
         self._places: list[Place] = []
@@ -76,35 +87,71 @@ class Taking:
     @property
     def open_count(self) -> int:
         """Decode legs that are not finished, and blocks that ferries still hold."""
-        return len(self.claimable) + self._loading_alone
+        return len(self.expected) + len(self.claimable) + self._loading_alone
 
     # -- a request arrives -----------------------------------------------------------------------
 
-    def begin(self, request: Any, params: dict[str, Any]) -> None:
-        """A decode leg arrived: open its offer, unless it is not for this request."""
+    def begin(self, request: Any, params: Mapping[str, Any]) -> None:
+        """A decode leg arrived: open its offer, unless it is not for this request; or ask for the offer, if
+        its router did not wait for it."""
         try:
-            offer = self._dialect.read(params, request.request_id)
-            self._check_offer(request, offer)
+            promise = self._dialect.promise(params)
+            if promise is None:
+                self._open(request, self._dialect.read(params, request.request_id))
+            else:
+                self._expect(request, promise)
         except (ProtocolError, LayoutError) as e:
-            self._numbers.count("stateferry_refused_offers", "consumer")
-            logger.warning("request=%s is computed here: %s", request.request_id, e)
-            return
-        if not self._config.testing and offer.tamper is not None:
-            offer = msgspec.structs.replace(offer, tamper=None)
+            self._compute(request, str(e))
+
+    def _compute(self, request: Any, why: str) -> None:
+        self._numbers.count("stateferry_refused_offers", "consumer")
+        logger.warning("request=%s is computed here: %s", request.request_id, why)
+
+    def _expect(self, request: Any, promise: Promise) -> None:
+        self._use(request, promise.transfer_id)
         request_id = RequestId(request.request_id)
-        self.claimable[request_id] = Claimable(offer)
-        self.used[offer.transfer_id] = request_id
+        self.expected[request_id] = Expected(request, promise)
+        self._expects.append(Expect(request_id, promise))
+
+    def _offer_came(self, answer: Answered) -> None:
+        """Go on with a request as if its router had brought what its producer's ferry says."""
+        expected = self.expected.pop(answer.request_id, None)
+        if expected is None:
+            return
+        request, promise = expected.request, expected.promise
+        try:
+            if answer.reason:
+                raise ProtocolError(answer.reason)
+            offer = self._dialect.read(msgspec.msgpack.decode(answer.params, type=dict), request.request_id)
+            if offer.transfer_id != promise.transfer_id:
+                raise ProtocolError("its producer answered with another transfer's offer")
+            if promise.tamper is not None:
+                offer = msgspec.structs.replace(offer, tamper=promise.tamper)
+            self._open(request, offer)
+        except (ProtocolError, LayoutError, msgspec.DecodeError, RecursionError) as e:
+            self._compute(request, str(e))
+
+    def _use(self, request: Any, transfer_id: TransferId) -> None:
+        """Raise if another request has or had this offer."""
+        user = self.used.setdefault(transfer_id, RequestId(request.request_id))
+        if user != request.request_id:
+            raise ProtocolError(f"request {user} had this offer before, and an offer serves one request")
         while len(self.used) > MAX_USED:
             self.used.popitem(last=False)
+
+    def _open(self, request: Any, offer: Offer) -> None:
+        self._check_offer(request, offer)
+        if not self._config.testing and offer.tamper is not None:
+            offer = msgspec.structs.replace(offer, tamper=None)
+        self._use(request, offer.transfer_id)
+        request_id = RequestId(request.request_id)
+        self.claimable[request_id] = Claimable(offer)
         self._opens.append(Open(request_id, offer, trace_of(request)))
 
     def _check_offer(self, request: Any, offer: Offer) -> None:
         """Raise unless the offer is for this very prompt and describes every block that is needed."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ProtocolError("its prompt has embeddings, which no offer covers")
-        if offer.transfer_id in self.used:
-            user = self.used[offer.transfer_id]
-            raise ProtocolError(f"request {user} had this offer before, and an offer serves one request")
         if offer.num_tokens >= request.num_prompt_tokens:
             raise ProtocolError(
                 f"the offer covers {offer.num_tokens} tokens, the prompt has {request.num_prompt_tokens}: "
@@ -129,12 +176,12 @@ class Taking:
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens past the local prefix will be loaded, and whether after this step's forward.
 
-        Claims only a live, unused offer. Under `load_mode: sync` nothing is claimed to be there before it
-        is: None asks vLLM to come again.
+        Claims only a live, unused offer. None asks vLLM to come again: the offer is not made yet, or, under
+        `load_mode: sync`, its bytes are not here yet.
         """
         claimable = self.claimable.get(request.request_id)
         if claimable is None or claimable.loading or claimable.lost:
-            return 0, False
+            return (None if request.request_id in self.expected else 0), False
         external = claimable.offer.num_tokens - local_tokens
         if external <= 0:
             return 0, False
@@ -180,18 +227,21 @@ class Taking:
     def take_orders(self) -> Orders:
         """Orders since the last call."""
         orders = Orders(
+            expects=tuple(self._expects),
             opens=tuple(self._opens),
             loads=tuple(self._loads),
             places=tuple(self._places),
             closes=tuple(self._closes),
         )
-        self._opens, self._loads, self._places, self._closes = [], [], [], []
+        self._expects, self._opens, self._loads, self._places, self._closes = [], [], [], [], []
         return orders
 
     # -- news from the workers -------------------------------------------------------------------
 
     def heard(self, news: StateFerryWorkerMetadata) -> None:
-        """Remember how hand-offs ended, and which offers are worth nothing any more."""
+        """Remember how hand-offs ended, which offers were made and which are worth nothing any more."""
+        for answer in news.answered:
+            self._offer_came(answer)
         for request_id in news.lost:
             if request_id in self.claimable:
                 self.claimable[request_id].lost = True
@@ -216,6 +266,8 @@ class Taking:
 
     def finish(self, request_id: RequestId) -> dict[str, Any] | None:
         """A request is over: what its response says of its hand-off; None: it had none."""
+        if self.expected.pop(request_id, None) is not None:
+            self._closes.append(Close(request_id))
         claimable = self.claimable.pop(request_id, None)
         if claimable is None:
             return None

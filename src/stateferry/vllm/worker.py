@@ -13,7 +13,7 @@ from stateferry.ids import EngineId, RequestId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.room import room_layout
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Kept, Orders, Place, Report, Results
+from stateferry.session import Answered, Kept, Orders, Place, Report, Results
 from stateferry.telemetry import Key
 from stateferry.testing.mutants import tamper
 from stateferry.transport import choose, create_transport
@@ -50,6 +50,7 @@ class WorkerHalf:
         """Loads that vLLM waits for and that were copied out of the room."""
         self._waiting: tuple[RequestId, ...] = ()
         self._apart: tuple[RequestId, ...] = ()
+        self._answered: tuple[Answered, ...] = ()
         self._tp_rank = 0
         self._kept: tuple[Kept, ...] = ()
         self._told: tuple[dict[Key, int], dict[Key, int]] = ({}, {})
@@ -183,6 +184,7 @@ class WorkerHalf:
         self._lost |= results.lost
         self._kept += results.kept
         self._apart += tuple(results.apart)
+        self._answered += results.answered
         self._waiting += tuple(load.request_id for load in results.waiting)
         if self._placer is not None:
             self._placer.arrived(results.waiting)
@@ -202,7 +204,8 @@ class WorkerHalf:
         levels, counts = ferry.levels(), ferry.counts()
         told_counts, told_levels = self._told
         same = counts == told_counts and levels == told_levels
-        if same and not (self._reports or self._lost or self._kept or self._waiting or self._apart):
+        hold = (self._reports, self._lost, self._kept, self._waiting, self._apart, self._answered)
+        if same and not any(hold):
             return None
         news = StateFerryWorkerMetadata(
             self._reports,
@@ -212,9 +215,10 @@ class WorkerHalf:
             {} if levels == told_levels else {self._tp_rank: levels},
             self._waiting,
             self._apart,
+            self._answered,
         )
         self._reports, self._lost, self._kept, self._told = (), frozenset(), (), (counts, levels)
-        self._waiting, self._apart = (), ()
+        self._waiting, self._apart, self._answered = (), (), ()
         return news
 
     def shutdown(self) -> None:

@@ -12,6 +12,8 @@ from stateferry.wire.dialect import Dialect, OwnDialect
 from stateferry.wire.messages import (
     MAX_TEXT,
     PROTOCOL_VERSION,
+    Await,
+    AwaitAnswer,
     Claim,
     ClaimAnswer,
     Claimed,
@@ -34,12 +36,15 @@ from stateferry.wire.params import (
     offer_to_params,
     parse_offer,
 )
+from stateferry.wire.promise import Promise, engine_place, parse_promise, promised_to, transfer_of
 
 __all__ = [
     "DESCRIBE_PARAMS",
     "MAX_MESSAGE_BYTES",
     "MAX_TEXT",
     "PROTOCOL_VERSION",
+    "Await",
+    "AwaitAnswer",
     "Claim",
     "ClaimAnswer",
     "Claimed",
@@ -51,6 +56,7 @@ __all__ = [
     "Message",
     "Offer",
     "OwnDialect",
+    "Promise",
     "RankAddress",
     "Refusal",
     "Release",
@@ -62,10 +68,14 @@ __all__ = [
     "decode_message",
     "description_to_params",
     "encode_message",
+    "engine_place",
     "is_decode_leg",
     "is_describe",
     "is_prefill_leg",
     "offer_to_params",
     "parse_description",
     "parse_offer",
+    "parse_promise",
+    "promised_to",
+    "transfer_of",
 ]

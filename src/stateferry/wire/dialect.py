@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from stateferry.ids import TransferId
 from stateferry.wire.params import Offer, offer_to_params, parse_offer
+from stateferry.wire.promise import Promise, parse_promise, promised_to
 
 
 class Dialect(Protocol):
@@ -19,6 +21,17 @@ class Dialect(Protocol):
 
     def read(self, params: Mapping[str, Any], request_id: str) -> Offer:
         """The offer in a decode leg's dictionary. Anybody may have written it, and the request's id, too.
+
+        Raises ProtocolError and nothing else.
+        """
+        ...
+
+    def promised_to(self, asked: Mapping[str, Any]) -> TransferId | None:
+        """The id that a prefill leg's offer must have, where its router sends both legs at once."""
+        ...
+
+    def promise(self, params: Mapping[str, Any]) -> Promise | None:
+        """What a decode leg that was sent before its offer waits for; None: it has its offer.
 
         Raises ProtocolError and nothing else.
         """
@@ -43,3 +56,11 @@ class OwnDialect:
     def read(self, params: Mapping[str, Any], request_id: str) -> Offer:
         """See Dialect."""
         return parse_offer(params)
+
+    def promised_to(self, asked: Mapping[str, Any]) -> TransferId | None:
+        """See Dialect."""
+        return promised_to(asked)
+
+    def promise(self, params: Mapping[str, Any]) -> Promise | None:
+        """See Dialect."""
+        return parse_promise(params)

@@ -10,6 +10,8 @@ restarted under the same address answers with `Refusal` and is met again.
     Renewal (many at once)      ->    RenewalAnswer            every third of a lease
     DigestRequest               ->    DigestAnswer             only under `verify`
     Release                     ->    ReleaseAnswer            once per hand-off
+    Await (again and again)     ->    AwaitAnswer, and one more when the offer is there
+                                                               only where both legs are sent at once
 """
 
 from typing import Annotated
@@ -41,6 +43,7 @@ Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 LeaseS = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Layout = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
 Registration = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+Params = Annotated[bytes, msgspec.Meta(max_length=8 << 20)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
@@ -169,6 +172,22 @@ class ReleaseAnswer(_Message, tag="release_answer", frozen=True, kw_only=True):
     known: bool
 
 
+class Await(_Message, tag="await", frozen=True, kw_only=True):
+    """Tell me of this offer once it is made. Needs no hand-shake, and is meant for any life of the engine."""
+
+    transfer_id: TransferId
+
+
+class AwaitAnswer(_Message, tag="await_answer", frozen=True, kw_only=True):
+    """The offer, or why it will never be; with neither, it is not made yet."""
+
+    epoch: Epoch
+    transfer_id: TransferId
+    params: Params = b""
+    """The `kv_transfer_params` that the prefill leg's response carries, as MessagePack."""
+    reason: Text = ""
+
+
 Message = (
     Hello
     | Welcome
@@ -181,4 +200,6 @@ Message = (
     | DigestAnswer
     | Release
     | ReleaseAnswer
+    | Await
+    | AwaitAnswer
 )
