@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from stateferry.models import recall_prompt
-from stateferry.stack import Router, Server, Stack
+from stateferry.stack import AtOnce, Client, Router, Server, Stack, handoff_at_once
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTION = recall_prompt(1, 60)
@@ -37,6 +37,30 @@ def test_two_legs_by_hand_say_what_was_received(pair: Any) -> None:
     assert told["outcome"] == "received"
     assert told["bytes"]["state"] > 0
     assert told["bytes"]["attention"] > 0
+
+
+def test_both_legs_at_once_end_as_one_after_the_other(pair: Any, client: Client) -> None:
+    """The decode leg comes while the prefill engine computes; a state that is withheld shows here, too."""
+    way = AtOnce.between(client, pair.prefill.url, pair.decode.url)
+    told = run(
+        "both_legs_at_once.py",
+        pair.prefill.url,
+        way.place.partition("@")[2],
+        pair.decode.url,
+        QUESTION.text,
+    )
+    answer, _, received = told.partition("\n")
+    assert answer.split()[0] == QUESTION.answer
+    assert json.loads(received)["outcome"] == "received"
+    for seed in range(100, 106):
+        question = recall_prompt(seed, 60 + 40 * (seed % 3))
+        both = handoff_at_once(client, way, question.text, 1)
+        assert both.decode.text.split() == [question.answer]
+        assert both.received["outcome"] == "received"
+        assert both.received["bytes"]["state"] > 0
+    client.reset_prefix_cache(pair.decode.url)
+    lost = handoff_at_once(client, way, QUESTION.text, 1, tamper={"withhold": "state"})
+    assert lost.decode.text.split() != [QUESTION.answer]
 
 
 class Sidecar(Server):

@@ -219,7 +219,11 @@ def test_an_offer_of_another_transfer_is_not_taken(monkeypatch: pytest.MonkeyPat
         pair.check_idle()
 
 
-@pytest.mark.parametrize("answered", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x80", b"\x91" * 5000])
+@pytest.mark.parametrize(
+    "answered",
+    [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x80", b"\x91" * 5000],
+    ids=["nothing", "no MessagePack", "a list", "an empty map", "nested deep"],
+)
 def test_junk_in_place_of_an_offer_is_computed(answered: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Taking._offer_came
     monkeypatch.setattr(
@@ -259,7 +263,7 @@ def test_a_promise_that_cannot_be_read_is_computed(params: Mapping[str, Any]) ->
 
 
 def one_exchange(model: CacheModel = HYBRID) -> None:
-    with Pair(model, consumer={"handshake_timeout_s": 5.0, "offer_timeout_s": 5.0}) as pair:
+    with Pair(model, consumer={"offer_timeout_s": 2.0}) as pair:
         request_id = decode_first(pair, prompt_of(14))
         pair.producer.add(prompt_of(14), params=prefill_params("t"))
         pair.run()
@@ -270,7 +274,7 @@ def one_exchange(model: CacheModel = HYBRID) -> None:
 
 def test_mutant_nobody_is_told_that_the_offer_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stateferry.session.AwaitedOffers.settled", lambda self, transfer_id: [])
-    monkeypatch.setattr("stateferry.ferry.inquiries.REPEAT_S", 20.0)
+    monkeypatch.setattr("stateferry.ferry.inquiries.REPEAT_S", 2.5)
     with pytest.raises(AssertionError):
         one_exchange()
 

@@ -12,7 +12,7 @@ from tests.unit.fake_engine import FakeEngine, fake_arm
 from typer.testing import CliRunner
 
 from stateferry.bench import agentx, handoff, interference
-from stateferry.bench.arms import IN_TREE, ONE_ENGINE, Arm, arm_spec
+from stateferry.bench.arms import IN_TREE, ONE_ENGINE, Arm, arm_spec, same_engines
 from stateferry.bench.figures import QUANTILES, quantiles, spread
 from stateferry.bench.report import page
 from stateferry.bench.streams import Streamed
@@ -111,6 +111,11 @@ def test_arms_by_name() -> None:
         "load_mode": "sync",
         "lease_s": 9,
     }
+    both = arm_spec("cma-sync-at-once")
+    assert both.extra_config == {"transport": "cma", "load_mode": "sync"}
+    assert both.at_once
+    assert same_engines(both, arm_spec("cma-sync"))
+    assert not same_engines(both, arm_spec("cma"))
     assert (arm_spec("in-tree").name, arm_spec("in-tree").extra_config) == (IN_TREE, {})
     with pytest.raises(ConfigError, match="unknown arm 'telepathy'; known: cma"):
         arm_spec("telepathy")

@@ -10,7 +10,7 @@ import pytest
 
 from stateferry.bench.interference import ALONE, ARRIVING, PREFILL, Repeat, gaps_by_window, summary
 from stateferry.bench.streams import Pair, Streamed, Streams
-from stateferry.stack import PREFILL_PARAMS
+from stateferry.stack import PREFILL_PARAMS, AtOnce
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -24,7 +24,7 @@ def stream(*counts: int, end: str = "length") -> httpx.Response:
     return httpx.Response(200, text=f"{text}data: [DONE]\n\n")
 
 
-def ask(handler: Handler, where: str | Pair, tokens: int = 3, **more: Any) -> Streamed:
+def ask(handler: Handler, where: str | Pair | AtOnce, tokens: int = 3, **more: Any) -> Streamed:
     async def run() -> Streamed:
         async with Streams(transport=httpx.MockTransport(handler)) as streams:
             return await streams.ask(where, [1, 2, 3], tokens, **more)
@@ -118,3 +118,38 @@ def test_nothing_measured_is_nothing_and_not_a_good_result() -> None:
     found = summary([nothing])
     assert found["figures"] == {}
     assert found["errors"] == 1
+
+
+AT_ONCE = AtOnce("http://p", "http://d", "prefill@1.2.3.4:5")
+
+
+def test_both_legs_at_once_have_one_name_and_the_first_token_counts_from_sending() -> None:
+    asked: dict[str, Mapping[str, Any]] = {}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked[request.url.host] = body(request)
+        if request.url.host == "p":
+            return httpx.Response(200, json={"choices": [], "kv_transfer_params": PARAMS})
+        return stream(1, 1, 1)
+
+    got = ask(handler, AT_ONCE)
+    assert (len(got.token_s), got.error) == (3, "")
+    assert got.prefill_s is not None
+    prefill, decode = asked["p"]["kv_transfer_params"], asked["d"]["kv_transfer_params"]
+    assert prefill["do_remote_decode"]
+    assert decode["do_remote_prefill"]
+    assert prefill["transfer_id"] == decode["transfer_id"] != ""
+    assert decode["remote_engine_id"] == "prefill@1.2.3.4:5"
+    assert asked["p"]["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("failing", ["p", "d"])
+def test_of_both_legs_at_once_either_may_fail_and_both_are_over(failing: str) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.host == failing:
+            return httpx.Response(503, text="busy")
+        if request.url.host == "p":
+            return httpx.Response(200, json={"choices": [], "kv_transfer_params": PARAMS})
+        return stream(1, 1, 1)
+
+    assert "HTTP 503" in ask(handler, AT_ONCE).error

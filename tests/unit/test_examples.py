@@ -19,7 +19,7 @@ from stateferry.transport.memory import MemoryTransport
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_HERE = {"counting_transport.py"}
-RUN_WITH_ENGINES = {"ask.py", "llmd_sidecar.py", "two_legs.py"}
+RUN_WITH_ENGINES = {"ask.py", "both_legs_at_once.py", "llmd_sidecar.py", "two_legs.py"}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stateferry.stack import PREFILL_PARAMS, AnswerError, Client, Metrics
+from stateferry.stack import PREFILL_PARAMS, AnswerError, AtOnce, Client, Metrics, handoff_at_once
 
 
 def answer(**changes: Any) -> dict[str, Any]:
@@ -199,3 +199,25 @@ def test_metrics_are_read_by_name_and_label(fake: Fake, client: Client) -> None:
     assert metrics.total("plain") == 7
     assert metrics.total("missing") == 0
     assert metrics.find("stateferry_bytes_total", kind="state")[0].labels["text"] == 'a \\"b\\", c'
+
+
+def test_both_legs_at_once_name_one_transfer_and_where_it_is_asked_for(fake: Fake) -> None:
+    described = {"stateferry": {"ranks": [["10.0.0.7", 5600, 9], ["10.0.0.7", 5601, 9]]}}
+    for params in (described, None, None):
+        fake.will(answer(kv_transfer_params=params))
+    with Client() as client:
+        pair = AtOnce.between(client, fake.url, fake.url)
+        both = handoff_at_once(client, pair, [1, 2], 5, tamper={"withhold": "state"})
+    assert both.decode.token_ids == (7, 8)
+    legs = {body["kv_transfer_params"]["do_remote_decode"]: body for _, body in fake.requests[1:]}
+    prefill, decode = legs[True]["kv_transfer_params"], legs[False]["kv_transfer_params"]
+    assert prefill["transfer_id"] == decode["transfer_id"]
+    assert decode["remote_engine_id"] == "prefill@10.0.0.7:5600"
+    assert decode["stateferry"] == {"tamper": {"withhold": "state"}}
+    assert (legs[True]["max_tokens"], legs[False]["max_tokens"]) == (1, 5)
+
+
+def test_an_engine_of_another_connector_is_named(fake: Fake) -> None:
+    fake.will(answer())
+    with Client() as client, pytest.raises(AnswerError, match="does not say where it listens"):
+        AtOnce.between(client, fake.url, fake.url)

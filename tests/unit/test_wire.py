@@ -16,6 +16,8 @@ from stateferry.session import claimant_name
 from stateferry.wire import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    Await,
+    AwaitAnswer,
     Claim,
     ClaimAnswer,
     Claimed,
@@ -63,6 +65,8 @@ MESSAGES: list[Message] = [
     DigestAnswer(transfer_id=TRANSFER, digests=("d" * 32,)),
     Release(epoch=EPOCH, transfer_id=TRANSFER, claimant="d/r", tp_rank=0, tp_size=1, received=True),
     ReleaseAnswer(transfer_id=TRANSFER, known=True),
+    Await(transfer_id=TRANSFER),
+    AwaitAnswer(epoch=EPOCH, transfer_id=TRANSFER, params=b"p"),
 ]
 
 

@@ -89,7 +89,7 @@ def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[fl
     # Not timed: wakes what slept while the pair was stopped, the engines and then what links them.
     for url in (prefill, decode):
         client.complete(url, _prompt(rng, MIN_TOKENS), 2)
-    client.handoff(prefill, decode, _prompt(rng, MIN_TOKENS), 2)
+    arm.handed_off(client, _prompt(rng, MIN_TOKENS), 2)
 
     def one_engine() -> float:
         threading.Event().wait(REST_S)
@@ -97,7 +97,7 @@ def _turn(client: Client, arm: Arm, length: int, rng: random.Random) -> tuple[fl
 
     def pair() -> float:
         threading.Event().wait(REST_S)
-        answer = client.handoff(prefill, decode, _prompt(rng, length), 2, stream=True)
+        answer = arm.handed_off(client, _prompt(rng, length), 2, stream=True)
         return _first_token_s(answer.first_token_s)
 
     if rng.random() < 0.5:

@@ -6,21 +6,27 @@ take time from the others.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stateferry.bench.streams import Pair
 from stateferry.errors import ConfigError
 from stateferry.stack import (
     NIXL,
     START_TIMEOUT_S,
     STATEFERRY,
+    AtOnce,
+    Client,
     Engine,
     EngineSpec,
+    Handoff,
     ProgressCallback,
+    Prompt,
     Role,
     ServersCallback,
     Stack,
+    handoff_at_once,
 )
 
 REST_S = 1.5
@@ -30,6 +36,7 @@ IN_TREE = "in-tree NixlConnector"
 ONE_ENGINE = "one engine"
 TRANSPORTS = ("cma", "nixl", "mooncake", "cudaipc", "auto")
 SYNC = "-sync"
+AT_ONCE = "-at-once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +46,25 @@ class ArmSpec:
     name: str
     connector: str = STATEFERRY
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    at_once: bool = False
+    """Both legs are sent at once. The same engines serve an arm that is like it but for this."""
 
 
 def arm_spec(text: str, **settings: Any) -> ArmSpec:
-    """`cma` or another transport of ours; `cma-sync`: with `load_mode: sync`; `in-tree`: vLLM's connector.
+    """`cma` or another transport of ours; `cma-sync`: with `load_mode: sync`; `cma-at-once`, also behind
+    `-sync`: both legs sent at once; `in-tree`: vLLM's connector.
 
     `settings` go to our connector. Raises ConfigError for anything else.
     """
     if text in ("in-tree", IN_TREE):
         return ArmSpec(IN_TREE, NIXL)
-    transport = text.removesuffix(SYNC)
+    engines = text.removesuffix(AT_ONCE)
+    transport = engines.removesuffix(SYNC)
     if transport not in TRANSPORTS:
-        known = f"{', '.join(TRANSPORTS)}, each with {SYNC} behind it or not, and in-tree"
+        known = f"{', '.join(TRANSPORTS)}, each with {SYNC}, {AT_ONCE} or both behind it, and in-tree"
         raise ConfigError(f"unknown arm {text!r}; known: {known}")
-    mode = {"load_mode": "sync"} if text.endswith(SYNC) else {}
-    return ArmSpec(text, STATEFERRY, {"transport": transport, **mode, **settings})
+    mode = {"load_mode": "sync"} if engines.endswith(SYNC) else {}
+    return ArmSpec(text, STATEFERRY, {"transport": transport, **mode, **settings}, text != engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +76,24 @@ class Arm:
     """Prefill and decode."""
     front: str = ""
     """URL of a router before them; empty: the client does both legs itself."""
+    at_once: AtOnce | None = None
+    """How it sends both legs at once; None: one after the other."""
 
     @property
     def urls(self) -> tuple[str, str]:
         """Of the prefill and the decode engine."""
         return self.engines[0].url, self.engines[1].url
+
+    @property
+    def where(self) -> str | Pair | AtOnce:
+        """What `Streams.ask` asks for a hand-off."""
+        return self.front or self.at_once or self.urls
+
+    def handed_off(self, client: Client, prompt: Prompt, max_tokens: int, *, stream: bool = False) -> Handoff:
+        """One hand-off without a router. Raises AnswerError."""
+        if self.at_once is not None:
+            return handoff_at_once(client, self.at_once, prompt, max_tokens, stream=stream)
+        return client.handoff(*self.urls, prompt, max_tokens, stream=stream)
 
     def stop(self) -> None:
         """Take the pair off the processors until `go_on`."""
@@ -80,6 +104,21 @@ class Arm:
         """Undo `stop`."""
         for engine in self.engines:
             engine.child.thaw()
+
+
+def same_engines(one: ArmSpec, other: ArmSpec) -> bool:
+    """Whether one pair of engines can serve both arms."""
+    return (one.connector, one.extra_config) == (other.connector, other.extra_config)
+
+
+def shared(spec: ArmSpec, arm: Arm) -> Arm:
+    """The arm of `spec` over the engines of `arm`, which run. A router sends legs one after the other, so an
+    arm that sends both at once has none. Raises AnswerError."""
+    if not spec.at_once:
+        return replace(arm, name=spec.name)
+    arm.go_on()
+    with Client() as client:
+        return Arm(spec.name, arm.engines, at_once=AtOnce.between(client, *arm.urls))
 
 
 ROUTER_ARGS = ("--health-check-interval-secs", "86400", "--disable-circuit-breaker", "--disable-retries")
@@ -107,6 +146,11 @@ def started_arms(
         arms: list[Arm] = []
         try:
             for spec in specs:
+                twin = next((i for i, s in enumerate(specs[: len(arms)]) if same_engines(s, spec)), None)
+                if twin is not None:
+                    arms.append(shared(spec, arms[twin]))
+                    arms[-1].stop()
+                    continue
                 tag = spec.name.split()[0]
                 common: dict[str, Any] = {"model": model, "connector": spec.connector, **engine}
                 common["extra_config"] = spec.extra_config
@@ -119,6 +163,7 @@ def started_arms(
                     front = stack.start_router([prefill], [decode], ROUTER_ARGS)
                     front.wait_ready(timeout_s, progress)
                     arms[-1] = Arm(spec.name, (prefill, decode), front.url)
+                arms[-1] = shared(spec, arms[-1])
                 if len(specs) > 1:
                     arms[-1].stop()
             yield arms

@@ -14,7 +14,7 @@ from typing import Any
 from stateferry.bench.arms import Arm
 from stateferry.bench.figures import percentile, quantiles, spread
 from stateferry.bench.streams import Pair, Streamed, Streams
-from stateferry.stack import AnswerError, Client, Handoff
+from stateferry.stack import AnswerError, AtOnce, Client, Handoff
 
 LENGTHS = (64, 512, 2000)
 CONCURRENCIES = (1, 4, 16)
@@ -123,7 +123,7 @@ def measure(
                 arm.go_on()
                 for tokens in lengths:
                     try:
-                        look = client.handoff(*arm.urls, _prompt(rng, tokens), 1)
+                        look = arm.handed_off(client, _prompt(rng, tokens), 1)
                     except AnswerError as e:
                         result.not_looked_at.append(f"{arm.name}, {tokens} tokens: {e}")
                         continue
@@ -147,7 +147,7 @@ async def _turn(
     arm: Arm, cells: Sequence[Cell], rng: random.Random
 ) -> list[tuple[Cell, list[Streamed], list[Streamed]]]:
     """Per cell: what the prefill engine by itself and the pair answered."""
-    places: tuple[str | Pair, str | Pair] = (arm.urls[0], arm.front or arm.urls)
+    places: tuple[str | Pair | AtOnce, ...] = (arm.urls[0], arm.where)
     found = []
     async with Streams(TIMEOUT_S) as streams:
         for cell in cells:

@@ -5,7 +5,7 @@ Nothing here raises because of a server: benches count errors.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import monotonic
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import httpx
 
-from stateferry.stack import PREFILL_PARAMS
+from stateferry.stack import PREFILL_PARAMS, AtOnce
 
 Pair = tuple[str, str]
 """URLs of a prefill and a decode engine."""
@@ -71,7 +71,7 @@ class Streams:
 
     async def ask(
         self,
-        where: str | Pair,
+        where: str | Pair | AtOnce,
         prompt: Sequence[int],
         max_tokens: int,
         *,
@@ -79,16 +79,21 @@ class Streams:
         headers: Mapping[str, str] | None = None,
         on_token: Callable[[Streamed], None] | None = None,
     ) -> Streamed:
-        """A greedy answer of exactly `max_tokens`. From a pair: both legs, as a router does them.
+        """A greedy answer of exactly `max_tokens`. From a pair: both legs, as a router does them, one after
+        the other or at once.
 
         `params` is what an earlier prefill leg returned (see `prefill`).
         """
         answer = Streamed(monotonic(), len(prompt))
         try:
+            if isinstance(where, AtOnce):
+                asked, params = where.legs()
+                decode = self._stream(where.decode_url, prompt, max_tokens, params, headers, answer, on_token)
+                await _both(self._timed_prefill(where.prefill_url, prompt, headers, asked, answer), decode)
+                return answer
             if not isinstance(where, str):
                 prefill, where = where
-                params = await self._prefill(prefill, prompt, headers)
-                answer.prefill_s = monotonic() - answer.sent_s
+                params = await self._timed_prefill(prefill, prompt, headers, PREFILL_PARAMS, answer)
             await self._stream(where, prompt, max_tokens, params, headers, answer, on_token)
         except (httpx.HTTPError, ValueError, _AnswerError) as e:
             answer.error = f"{where}: {e or type(e).__name__}"[:500]
@@ -97,14 +102,26 @@ class Streams:
     async def prefill(self, url: str, prompt: Sequence[int]) -> tuple[Mapping[str, Any] | None, str]:
         """The prefill leg alone: what the decode leg must be given, or None and what went wrong."""
         try:
-            return await self._prefill(url, prompt, None), ""
+            return await self._prefill(url, prompt, None, PREFILL_PARAMS), ""
         except (httpx.HTTPError, ValueError, _AnswerError) as e:
             return None, f"{url}: {e or type(e).__name__}"[:500]
 
-    async def _prefill(
-        self, url: str, prompt: Sequence[int], headers: Mapping[str, str] | None
+    async def _timed_prefill(
+        self,
+        url: str,
+        prompt: Sequence[int],
+        headers: Mapping[str, str] | None,
+        asked: Mapping[str, Any],
+        answer: Streamed,
     ) -> Mapping[str, Any]:
-        body = self._body(prompt, 1) | {"kv_transfer_params": dict(PREFILL_PARAMS)}
+        params = await self._prefill(url, prompt, headers, asked)
+        answer.prefill_s = monotonic() - answer.sent_s
+        return params
+
+    async def _prefill(
+        self, url: str, prompt: Sequence[int], headers: Mapping[str, str] | None, asked: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        body = self._body(prompt, 1) | {"kv_transfer_params": dict(asked)}
         response = await self._http.post(f"{url}/v1/completions", json=body, headers=dict(headers or {}))
         if response.status_code != 200:
             raise _AnswerError(f"HTTP {response.status_code}: {response.text[:300]}")
@@ -155,6 +172,17 @@ class Streams:
             "temperature": 0.0,
             "return_token_ids": True,
         }
+
+
+async def _both(*legs: Coroutine[Any, Any, object]) -> None:
+    """Both at once; the first that fails ends the other."""
+    tasks = [asyncio.ensure_future(leg) for leg in legs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _AnswerError(Exception):

@@ -14,6 +14,7 @@ from stateferry.bench import interference as running
 from stateferry.cli.bench_arms import running_arms
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, figure_table, finish
 from stateferry.cli.starting import StartTimeoutOption
+from stateferry.errors import ConfigError
 from stateferry.models import RECALL_GDN
 from stateferry.stack import START_TIMEOUT_S
 
@@ -25,8 +26,8 @@ ArmOption = Annotated[
     list[str] | None,
     typer.Option(
         "--arm",
-        help="cma, nixl or another transport, `-sync` behind it for load_mode sync; in-tree: vLLM's "
-        "NixlConnector. May be repeated.",
+        help="cma, nixl or another transport; `-sync` behind it for load_mode sync, `-at-once` for legs that "
+        "are sent together (no router); in-tree: vLLM's NixlConnector. May be repeated.",
         show_default=", ".join(ARMS),
     ),
 ]
@@ -61,6 +62,8 @@ def interference(
     """
     load = running.Load(decodes, handoffs, tokens, alone_s, interval_s)
     specs = [arm_spec(name, lease_s=LEASE_S) for name in arm or ARMS]
+    if any(spec.at_once for spec in specs):
+        raise ConfigError("-at-once changes nothing here: prompts are computed before their hand-offs begin")
     screen = Console(stderr=True)
     with (
         running_arms(screen, model, specs, log_folder, timeout_s) as arms,

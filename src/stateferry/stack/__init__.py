@@ -8,6 +8,7 @@ with Stack() as stack, Client() as client:
 """
 
 from stateferry.stack.answers import AnswerError, Completion, Handoff, Logprobs
+from stateferry.stack.at_once import AtOnce, handoff_at_once
 from stateferry.stack.client import PREFILL_PARAMS, Client, Prompt
 from stateferry.stack.engine import NIXL, STATEFERRY, STATEFERRY_MODULE, Engine, EngineSpec, Role
 from stateferry.stack.held import held
@@ -24,6 +25,7 @@ __all__ = [
     "STATEFERRY",
     "STATEFERRY_MODULE",
     "AnswerError",
+    "AtOnce",
     "Client",
     "Completion",
     "Engine",
@@ -41,6 +43,7 @@ __all__ = [
     "ServersCallback",
     "Stack",
     "commit",
+    "handoff_at_once",
     "held",
     "host_facts",
 ]

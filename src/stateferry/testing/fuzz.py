@@ -22,6 +22,7 @@ from stateferry.session import claimant_name
 from stateferry.testing.peers import EngineRank, wait_until
 from stateferry.wire import (
     PROTOCOL_VERSION,
+    Await,
     Claim,
     ClaimAnswer,
     Claimed,
@@ -198,6 +199,7 @@ class ProducerTarget(_Target):
                 block_counts=(3, 1),
             ),
             Release(epoch=epoch, transfer_id=own, claimant="s/r", tp_rank=0, tp_size=1, received=True),
+            Await(transfer_id=own),
             *self._answers(own, epoch),
         ]
 

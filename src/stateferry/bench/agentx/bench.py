@@ -14,7 +14,7 @@ from stateferry.bench.agentx.trace import Session
 from stateferry.bench.agentx.turns import shortened, turns_of
 from stateferry.bench.arms import ONE_ENGINE, Arm
 from stateferry.bench.streams import Pair, Streams
-from stateferry.stack import Client
+from stateferry.stack import AtOnce, Client
 
 REQUEST_TIMEOUT_S = 120.0
 
@@ -71,7 +71,7 @@ def measure(
                 arm, alone = turns[name]
                 arm.go_on()
                 before = counted(client, arm)
-                where = arm.urls[0] if alone else arm.front or arm.urls
+                where = arm.urls[0] if alone else arm.where
                 replayed = asyncio.run(_replay(sessions, settings, repeat, number, where))
                 result.replays[name].append((replayed, counted(client, arm).since(before)))
                 if len(arms) > 1:
@@ -89,7 +89,7 @@ def counted(client: Client, arm: Arm) -> Counted:
 
 
 async def _replay(
-    sessions: Sequence[Session], settings: Settings, repeat: int, number: int, where: str | Pair
+    sessions: Sequence[Session], settings: Settings, repeat: int, number: int, where: str | Pair | AtOnce
 ) -> Replayed:
     """`number` is in the marker of every prompt: nothing of an earlier replay is cached."""
     trees = [

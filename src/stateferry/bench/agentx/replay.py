@@ -9,6 +9,7 @@ from typing import Protocol
 from stateferry.bench.agentx.lanes import Lanes, Sent
 from stateferry.bench.agentx.prompts import Prompts
 from stateferry.bench.streams import Pair, Streamed
+from stateferry.stack import AtOnce
 
 DIALECT = "end-to-start pauses, each capped"
 """Which reading of recorded times this is: InferenceX' own client reads them otherwise."""
@@ -19,7 +20,7 @@ class Asks(Protocol):
 
     async def ask(
         self,
-        where: str | Pair,
+        where: str | Pair | AtOnce,
         prompt: Sequence[int],
         max_tokens: int,
         *,
@@ -53,7 +54,7 @@ async def replay(
     lanes: Lanes,
     prompts: Mapping[int, Prompts],
     client: Asks,
-    where: str | Pair,
+    where: str | Pair | AtOnce,
     longest_s: float = float("inf"),
 ) -> Replayed:
     """Run all lanes to their end, or until `longest_s`: then what is in flight is waited for.
