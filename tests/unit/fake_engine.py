@@ -24,6 +24,10 @@ class FakeEngine:
         self.fails = 0
         self.frozen = False
         self.handoffs = 0
+        self.sent = 0
+        """Tokens of streams, each two milliseconds after the one before by the engine's own count."""
+        self.most_tokens = 1 << 20
+        self.refused = 0
         self._ended = threading.Event()
         fake = self
 
@@ -33,6 +37,9 @@ class FakeEngine:
             def do_GET(self) -> None:
                 page = f"stateferry_handoff_seconds_count {fake.handoffs}\n"
                 page += f'stateferry_received_bytes_total{{kind="state"}} {40 * fake.handoffs}\n'
+                for bound, count in ((0.001, 0), (0.01, fake.sent), ("+Inf", fake.sent)):
+                    page += f'vllm:inter_token_latency_seconds_bucket{{le="{bound}"}} {count}\n'
+                page += f"vllm:inter_token_latency_seconds_sum {0.002 * fake.sent}\n"
                 self._send(page.encode())
 
             def do_POST(self) -> None:
@@ -42,6 +49,10 @@ class FakeEngine:
                     fake.fails -= 1
                     self._send(b"full", 500)
                     return
+                if body["max_tokens"] > fake.most_tokens:
+                    fake.refused += 1
+                    self._send(b"max_tokens is too large", 400)
+                    return
                 params = body.get("kv_transfer_params") or {}
                 fake.handoffs += bool(params.get("do_remote_prefill"))
                 if body.get("stream"):
@@ -49,7 +60,7 @@ class FakeEngine:
                     return
                 ours = {"received": RECEIVED} if params.get("do_remote_prefill") else {}
                 answer = {
-                    "choices": [{"text": "", "token_ids": [7] * body["max_tokens"]}],
+                    "choices": [{"text": "", "token_ids": [7] * min(body["max_tokens"], 100)}],
                     "kv_transfer_params": {"do_remote_prefill": True, "stateferry": ours},
                 }
                 self._send(json.dumps(answer).encode())
@@ -62,6 +73,7 @@ class FakeEngine:
                 try:
                     for _ in range(tokens):
                         self.wfile.write(event)
+                        fake.sent += 1
                         if fake._ended.wait(0.002):
                             break
                 except OSError:

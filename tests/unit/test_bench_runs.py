@@ -32,7 +32,7 @@ def pairs() -> Iterator[list[tuple[Arm, FakeEngine, FakeEngine]]]:
         decode.close()
 
 
-def test_interference_has_three_windows_and_every_arm_its_turns(
+def test_interference_has_its_windows_and_every_arm_its_turns(
     pairs: list[tuple[Arm, FakeEngine, FakeEngine]],
 ) -> None:
     load = interference.Load(decodes=2, handoffs=3, tokens=20, alone_s=0.1, interval_s=0.01)
@@ -44,12 +44,32 @@ def test_interference_has_three_windows_and_every_arm_its_turns(
         assert arm["figures"]["arriving_over_alone_p50"]["median"] > 0
         assert len(arm["time_line"]["arrivals_s"]) == 3
         assert ("prefill_p50_s" in arm["figures"]) or name == ONE_ENGINE
+        assert arm["figures"]["short_over_alone_p99"]["least"] > 0
+        # The engines' own clock says two milliseconds, whatever this machine makes of them.
+        assert arm["figures"]["refused_engine_mean_s"]["median"] == 0.002
+        assert arm["figures"]["arriving_over_alone_engine_p99"]["most"] == 1.0
+        assert arm["engine_gaps"]["bounds_s"] == [0.001, 0.01]
+        assert all(counts[0] == counts[2] == 0 for counts in arm["engine_gaps"]["counts"].values())
+        assert arm["engine_gaps"]["counts"]["alone"][1] > 0
     (_, prefill, decode), _ = pairs
+    assert decode.refused == 2 * 3 + 2
     arrived = [b for b in decode.bodies if b.get("kv_transfer_params") and len(b["prompt"]) == 20]
     assert len(arrived) == 2 * 3 + 2  # the repeat that is not counted has two
     assert all(b["kv_transfer_params"]["do_remote_prefill"] for b in arrived)
     assert sum(len(b["prompt"]) == 20 and "kv_transfer_params" in b for b in prefill.bodies) == 2 * 3 + 2
     assert prefill.frozen
+
+
+def test_what_the_api_server_should_refuse_and_does_not_is_an_error(
+    pairs: list[tuple[Arm, FakeEngine, FakeEngine]],
+) -> None:
+    (arm, _, decode), _ = pairs
+    decode.most_tokens = 1 << 40
+    load = interference.Load(decodes=1, handoffs=2, tokens=20, alone_s=0.05, interval_s=0.0)
+    result = interference.measure([arm], 1, load, one_engine=False)
+    found = result.summary()["cma"]
+    assert found["errors"] >= 2
+    assert any("not refused: 200" in text for text in found["error_texts"])
 
 
 def test_the_hand_off_bench_asks_both_and_takes_one_apart(

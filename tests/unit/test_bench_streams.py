@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from stateferry.bench.interference import ALONE, ARRIVING, PREFILL, Repeat, gaps_by_window, summary
+from stateferry.bench.engine_gaps import EngineGaps
+from stateferry.bench.interference import ALONE, ARRIVING, PREFILL, WINDOWS, Repeat, gaps_by_window, summary
 from stateferry.bench.streams import Pair, Streamed, Streams
-from stateferry.stack import PREFILL_PARAMS, AtOnce
+from stateferry.stack import PREFILL_PARAMS, AtOnce, Metrics
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -87,9 +88,11 @@ def test_a_prefill_leg_without_an_offer_is_an_error() -> None:
 
 
 def test_a_gap_belongs_to_the_window_in_which_it_ended() -> None:
-    """Marks at 0, 10, 20 and 30: a stall from before a mark counts where it was noticed."""
-    found = gaps_by_window([[1.0, 2.0, 11.0, 12.0, 25.0, 31.0], [29.0, 30.0]], (0.0, 10.0, 20.0, 30.0))
-    assert found == {ALONE: [1.0], PREFILL: [9.0, 1.0], ARRIVING: [13.0, 1.0]}
+    """A stall from before a window counts where it was noticed; what ends between windows counts nowhere."""
+    windows = {ALONE: (0.0, 10.0), PREFILL: (10.0, 20.0), ARRIVING: (20.0, 30.0)}
+    found = gaps_by_window([[1.0, 2.0, 11.0, 12.0, 25.0, 31.0], [29.0, 30.0]], windows)
+    nothing = {name: [] for name in WINDOWS}
+    assert found == nothing | {ALONE: [1.0], PREFILL: [9.0, 1.0], ARRIVING: [13.0, 1.0]}
 
 
 def answer(sent_s: float, *token_s: float, error: str = "") -> Streamed:
@@ -100,7 +103,8 @@ def repeat(gap_s: float) -> Repeat:
     """A token each second alone, one each `gap_s` seconds later on."""
     tokens = [float(s) for s in range(11)] + [10 + gap_s * n for n in range(1, 6)]
     arrivals = [answer(10.0, 10.5), answer(11.0, error="HTTP 500")]
-    return Repeat((0.0, 10.0, 10.0, tokens[-1]), [answer(0.0, *tokens)], arrivals)
+    windows = {ALONE: (0.0, 10.0), ARRIVING: (10.0, tokens[-1])}
+    return Repeat(windows, [answer(0.0, *tokens)], arrivals)
 
 
 def test_a_ratio_is_taken_in_each_repeat_and_errors_are_counted() -> None:
@@ -113,8 +117,29 @@ def test_a_ratio_is_taken_in_each_repeat_and_errors_are_counted() -> None:
     assert len(found["distributions"]["arriving"]) == 51
 
 
+def test_the_engines_own_gaps_stand_beside_the_clients() -> None:
+    """The client notices a gap of four seconds; the engine's clock says that no step took longer than one."""
+    one, four = repeat(1.0), repeat(4.0)
+    page = 'vllm:inter_token_latency_seconds_bucket{{le="{}"}} {}\n'
+    text = page.format("1.0", 98) + page.format("2.0", 99) + page.format("+Inf", 100)
+    before = EngineGaps.of(Metrics(text + "vllm:inter_token_latency_seconds_sum 100"))
+    later = page.format("1.0", 198) + page.format("2.0", 199) + page.format("+Inf", 200)
+    steady = EngineGaps.of(Metrics(later + "vllm:inter_token_latency_seconds_sum 150")).since(before)
+    assert (steady.bounds_s, steady.counts, steady.sum_s) == ((1.0, 2.0, float("inf")), (100, 0, 0), 50.0)
+    assert steady.figures() == {"p50": 1.0, "mean": 0.5, "p99": 1.0}
+    assert before.figures()["p99"] == 2.0
+    one.engine = four.engine = {ALONE: steady, ARRIVING: steady}
+    found = summary([four])["figures"]
+    assert found["arriving_over_alone_p99"]["median"] == 4.0
+    assert found["arriving_over_alone_engine_p99"]["median"] == 1.0
+    assert summary([one, four])["engine_gaps"] == {
+        "bounds_s": [1.0, 2.0],
+        "counts": {ALONE: [200, 0, 0], ARRIVING: [200, 0, 0]},
+    }
+
+
 def test_nothing_measured_is_nothing_and_not_a_good_result() -> None:
-    nothing = Repeat((0.0, 1.0, 1.0, 2.0), [answer(0.0, error="gone")], [])
+    nothing = Repeat({ALONE: (0.0, 1.0), ARRIVING: (1.0, 2.0)}, [answer(0.0, error="gone")], [])
     found = summary([nothing])
     assert found["figures"] == {}
     assert found["errors"] == 1

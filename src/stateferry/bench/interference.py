@@ -1,9 +1,12 @@
 """What decodes that run notice when hand-offs arrive: the time from token to token, alone and meanwhile.
 
-A repeat of one arm has three windows over the same running answers of its decode engine: *alone*; *prefill*,
-in which the prefill engine computes the prompts that will arrive (on a small machine it takes cores from the
-decodes, and is no part of a hand-off); *arriving*, from the first decode leg to the last one's first token.
-The arm `one engine` does all of it by itself: there the prompts arrive as plain requests.
+A repeat of one arm has windows over the same running answers of its decode engine: *alone*; *prefill*, in
+which the prefill engine computes the prompts that will arrive (on a small machine it takes cores from the
+decodes, and is no part of a hand-off); *arriving*, from the first decode leg to the last answer; and two
+controls without hand-offs: *refused*, in which requests with such prompts come that the API server reads and
+turns down, so that the engine core never hears of them; *short*, in which requests of one token come and are
+answered. The arm `one engine` does all of it by itself: there the prompts arrive as plain requests. What
+arrives is sent by another process, and each window has the engine core's own gaps beside the client's.
 """
 
 import asyncio
@@ -16,18 +19,19 @@ from time import monotonic
 from typing import Any
 
 from stateferry.bench.arms import ONE_ENGINE, Arm
+from stateferry.bench.arrivals import Arrival, Arrivals
+from stateferry.bench.engine_gaps import EngineGaps, to_json
 from stateferry.bench.figures import percentile, quantiles, spread
+from stateferry.bench.running import GIVEN_UP_S, Running, Windows
 from stateferry.bench.streams import Streamed, Streams, stopped
-from stateferry.errors import EngineError
 
-ALONE, PREFILL, ARRIVING = "alone", "prefill", "arriving"
+ALONE, PREFILL, ARRIVING, REFUSED, SHORT = WINDOWS = ("alone", "prefill", "arriving", "refused", "short")
 ENDLESS_TOKENS = 8000
 """Of the running answers, which are cancelled when the repeat is over."""
 ANSWER_TOKENS = 4
 DECODE_PROMPT_TOKENS = 32
-GIVEN_UP_S = 120.0
-"""Longest wait for any one thing of a repeat."""
-
+SHORT_TOKENS = 1
+"""What is computed of a hand-off on its decode engine is one token, too."""
 
 FIGURES: Mapping[str, Callable[[Sequence[float]], float]] = {
     "p50": lambda gaps: percentile(gaps, 50),
@@ -55,14 +59,17 @@ class Load:
 class Repeat:
     """One arm once. Moments in seconds of one clock."""
 
-    marks_s: tuple[float, float, float, float]
-    """Alone begins; prefill begins; arriving begins; it ends."""
+    windows_s: Mapping[str, tuple[float, float]]
+    """When each of WINDOWS began and ended."""
     decodes: list[Streamed]
     arrivals: list[Streamed]
+    engine: Mapping[str, EngineGaps] = field(default_factory=dict)
+    """Gaps of all requests of the decode engine in each window, by its own clock."""
+    control_errors: Sequence[str] = ()
 
     def gaps_s(self) -> dict[str, list[float]]:
         """Every gap between two tokens of a running answer, by the window in which it ended."""
-        return gaps_by_window([decode.token_s for decode in self.decodes], self.marks_s)
+        return gaps_by_window([decode.token_s for decode in self.decodes], self.windows_s)
 
     @property
     def first_tokens_s(self) -> list[float]:
@@ -72,18 +79,20 @@ class Repeat:
     @property
     def errors(self) -> list[str]:
         """What went wrong, of both kinds of requests."""
-        return [answer.error for answer in (*self.decodes, *self.arrivals) if answer.error]
+        answers = [answer.error for answer in (*self.decodes, *self.arrivals) if answer.error]
+        return [*answers, *self.control_errors]
 
 
-def gaps_by_window(tokens_s: Sequence[Sequence[float]], marks_s: Sequence[float]) -> dict[str, list[float]]:
-    """Gaps between tokens, per window (`alone`, `prefill`, `arriving`) in which they ended."""
-    found: dict[str, list[float]] = {ALONE: [], PREFILL: [], ARRIVING: []}
-    windows = list(zip(found.values(), marks_s, marks_s[1:], strict=False))
+def gaps_by_window(
+    tokens_s: Sequence[Sequence[float]], windows_s: Mapping[str, tuple[float, float]]
+) -> dict[str, list[float]]:
+    """Gaps between tokens, per window in which they ended."""
+    found: dict[str, list[float]] = {name: [] for name in WINDOWS}
     for moments in tokens_s:
         for before, after in pairwise(moments):
-            for gaps, begin, end in windows:
+            for name, (begin, end) in windows_s.items():
                 if begin < after <= end:
-                    gaps.append(after - before)
+                    found[name].append(after - before)
     return found
 
 
@@ -94,15 +103,24 @@ def summary(repeats: Sequence[Repeat]) -> dict[str, Any]:
     def note(name: str, value: float) -> None:
         rows.setdefault(name, []).append(value)
 
-    gaps: dict[str, list[float]] = {ALONE: [], PREFILL: [], ARRIVING: []}
+    gaps: dict[str, list[float]] = {name: [] for name in WINDOWS}
+    engine: dict[str, EngineGaps] = {}
     for repeat in repeats:
-        found = repeat.gaps_s()
-        for window, values in found.items():
+        by_client = {}
+        for window, values in repeat.gaps_s().items():
             gaps[window] += values
-            for name, figure in FIGURES.items() if values else ():
-                note(f"{window}_{name}_s", figure(values))
-        for name, figure in FIGURES.items() if found[ALONE] and found[ARRIVING] else ():
-            note(f"arriving_over_alone_{name}", figure(found[ARRIVING]) / max(figure(found[ALONE]), 1e-6))
+            by_client[window] = {name: figure(values) for name, figure in FIGURES.items() if values}
+        for window, counted in repeat.engine.items():
+            engine[window] = engine.get(window, EngineGaps()).plus(counted)
+        by_engine = {window: counted.figures() for window, counted in repeat.engine.items()}
+        for clock, found in (("", by_client), ("engine_", by_engine)):
+            alone = found.get(ALONE, {})
+            for window, figures in found.items():
+                for name, value in figures.items():
+                    note(f"{window}_{clock}{name}_s", value)
+                    if window != ALONE and name in alone:
+                        ratio = value / max(alone[name], 1e-6)
+                        note(f"{window}_over_alone_{clock}{name}", ratio)
         if repeat.first_tokens_s:
             note("first_token_p50_s", percentile(repeat.first_tokens_s, 50))
             note("first_token_p90_s", percentile(repeat.first_tokens_s, 90))
@@ -113,6 +131,7 @@ def summary(repeats: Sequence[Repeat]) -> dict[str, Any]:
         "errors": len(errors),
         "error_texts": sorted(set(errors))[:5],
         "figures": {name: spread(values) for name, values in rows.items()},
+        "engine_gaps": to_json(engine),
         "distributions": {**{name: quantiles(values) for name, values in gaps.items()}}
         | {"first_token": quantiles(firsts)},
         "time_line": time_line(repeats[-1]) if repeats else None,
@@ -120,10 +139,13 @@ def summary(repeats: Sequence[Repeat]) -> dict[str, Any]:
 
 
 def time_line(repeat: Repeat) -> dict[str, Any]:
-    """One repeat to look at, in seconds since its first mark: a running answer's tokens, and the arrivals."""
-    start_s = repeat.marks_s[0]
+    """One repeat to look at, in seconds since it began: a running answer's tokens, and the arrivals."""
+    start_s = repeat.windows_s[ALONE][0]
     return {
-        "marks_s": [round(mark - start_s, 4) for mark in repeat.marks_s],
+        "windows_s": {
+            name: [round(moment - start_s, 4) for moment in moments]
+            for name, moments in repeat.windows_s.items()
+        },
         "tokens_s": [round(s - start_s, 4) for s in repeat.decodes[0].token_s if s >= start_s],
         "arrivals_s": [
             [round(a.sent_s - start_s, 4), round(a.token_s[0] - start_s, 4)]
@@ -164,31 +186,34 @@ def measure(
         turns = {ONE_ENGINE: (arms[0], True), **turns}
     result.repeats = {name: [] for name in turns}
     light = Load(decodes=2, handoffs=2, tokens=result.load.tokens, alone_s=0.5)
-    for number in range(-1, repeats):
-        for name in rng.sample(list(turns), len(turns)):
-            arm, alone = turns[name]
-            arm.go_on()
-            found = asyncio.run(_repeat(arm, alone, light if number < 0 else result.load, rng))
-            if len(arms) > 1:
-                arm.stop()
+    with Arrivals() as arrivals:
+        for number in range(-1, repeats):
+            for name in rng.sample(list(turns), len(turns)):
+                arm, alone = turns[name]
+                arm.go_on()
+                load = light if number < 0 else result.load
+                found = asyncio.run(_repeat(arm, alone, load, rng, arrivals))
+                if len(arms) > 1:
+                    arm.stop()
+                if number >= 0:
+                    result.repeats[name].append(found)
             if number >= 0:
-                result.repeats[name].append(found)
-        if number >= 0:
-            on_repeat(number + 1)
+                on_repeat(number + 1)
     return result
 
 
-async def _repeat(arm: Arm, alone: bool, load: Load, rng: random.Random) -> Repeat:
+async def _repeat(arm: Arm, alone: bool, load: Load, rng: random.Random, arrivals: Arrivals) -> Repeat:
     prefill, decode = arm.urls
+    watched = prefill if alone else decode
     async with Streams(GIVEN_UP_S) as streams:
         # Wakes what slept while the pair was stopped.
         await streams.ask(prefill, _prompt(rng, DECODE_PROMPT_TOKENS), 2)
         await streams.ask(prefill if alone else arm.urls, _prompt(rng, DECODE_PROMPT_TOKENS), 2)
-        running = _Running()
+        running = Running()
         tasks = [
             asyncio.create_task(
                 streams.ask(
-                    prefill if alone else decode,
+                    watched,
                     _prompt(rng, DECODE_PROMPT_TOKENS),
                     ENDLESS_TOKENS,
                     on_token=running.token_came,
@@ -197,74 +222,30 @@ async def _repeat(arm: Arm, alone: bool, load: Load, rng: random.Random) -> Repe
             for _ in range(load.decodes)
         ]
         running.watch(tasks)
+        windows = Windows(running, arrivals, watched)
+        seeds = [rng.randrange(1 << 32) for _ in range(load.handoffs)]
         try:
             await running.each_had_one_more()
-            marks = [monotonic()]
-            await asyncio.sleep(load.alone_s)
-            marks.append(monotonic())
-            prompts = [_prompt(rng, load.tokens) for _ in range(load.handoffs)]
-            params = [(None, "") if alone else await streams.prefill(prefill, prompt) for prompt in prompts]
-            marks.append(monotonic())
-            arrivals = []
-            for prompt, (offer, error) in zip(prompts, params, strict=True):
-                if error:
-                    arrivals.append(asyncio.create_task(_failed(prompt, error)))
-                    continue
-                where = prefill if alone else decode
-                arrivals.append(asyncio.create_task(streams.ask(where, prompt, ANSWER_TOKENS, params=offer)))
-                await asyncio.sleep(load.interval_s)
-            arrived = list(await asyncio.gather(*arrivals))
-            await running.each_had_one_more()
-            marks.append(monotonic())
+            await arrivals.prepare(seeds, load.tokens)
+            await windows.during(ALONE, asyncio.sleep(load.alone_s))
+            offers: Sequence[tuple[Mapping[str, Any] | None, str]] = [(None, "")] * len(seeds)
+            if not alone:
+                offers = await windows.during(PREFILL, arrivals.prefill(prefill, seeds, load.tokens))
+            coming = [
+                Arrival(watched, seed, load.tokens, ANSWER_TOKENS, offer)
+                for seed, (offer, error) in zip(seeds, offers, strict=True)
+                if not error
+            ]
+            arrived = await windows.during(ARRIVING, arrivals.send(coming, load.interval_s))
+            refusing = arrivals.refuse(watched, seeds, load.tokens, load.interval_s)
+            not_refused = await windows.during(REFUSED, refusing)
+            short = [Arrival(watched, seed, SHORT_TOKENS, ANSWER_TOKENS) for seed in seeds]
+            answered = await windows.during(SHORT, arrivals.send(short, load.interval_s))
         finally:
             await stopped(tasks)
-    begin, prefilling, arriving, end = marks
-    return Repeat((begin, prefilling, arriving, end), running.all_answers(), arrived)
-
-
-async def _failed(prompt: Sequence[int], error: str) -> Streamed:
-    return Streamed(monotonic(), len(prompt), error=error)
-
-
-class _Running:
-    """The answers that run all the time."""
-
-    def __init__(self) -> None:
-        self._answers: dict[int, Streamed] = {}
-        self._tasks: Sequence[asyncio.Task[Streamed]] = ()
-        self._news = asyncio.Event()
-
-    def watch(self, tasks: Sequence["asyncio.Task[Streamed]"]) -> None:
-        """These are the answers."""
-        self._tasks = tasks
-        for task in tasks:
-            task.add_done_callback(lambda _: self._news.set())
-
-    def token_came(self, answer: Streamed) -> None:
-        """One of them has a new token."""
-        self._answers[id(answer)] = answer
-        self._news.set()
-
-    def all_answers(self) -> list[Streamed]:
-        """Those that have tokens, and those that ended without."""
-        ended = [task.result() for task in self._tasks if task.done() and not task.cancelled()]
-        return [*self._answers.values(), *(a for a in ended if id(a) not in self._answers)]
-
-    async def each_had_one_more(self) -> None:
-        """Wait until every answer that has not ended has a token more than now. Raises EngineError."""
-        before = {key: len(answer.token_s) for key, answer in self._answers.items()}
-
-        def waiting() -> bool:
-            grown = sum(len(a.token_s) > before.get(key, 0) for key, a in self._answers.items())
-            return grown < sum(not task.done() for task in self._tasks)
-
-        try:
-            async with asyncio.timeout(GIVEN_UP_S):
-                while waiting():
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError as e:
-            raise EngineError(f"a running answer had no token for {GIVEN_UP_S:g} s: cannot measure") from e
+    failed = [Streamed(monotonic(), load.tokens, error=error) for _, error in offers if error]
+    control_errors = [*not_refused, *(answer.error for answer in answered if answer.error)]
+    return Repeat(windows.seconds, running.all_answers(), [*arrived, *failed], windows.engine, control_errors)
 
 
 def _prompt(rng: random.Random, tokens: int) -> list[int]:

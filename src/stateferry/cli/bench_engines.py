@@ -81,6 +81,10 @@ def interference(
         "alone_p99_s": "alone: 99th percentile, s",
         "arriving_p99_s": "while hand-offs arrive: 99th percentile, s",
         "arriving_over_alone_p99": "ratio of 99th percentiles",
+        "arriving_over_alone_engine_mean": "ratio of means by the engine core's clock",
+        "arriving_over_alone_engine_p99": "… of 99th percentiles",
+        "refused_over_alone_p99": "ratio of 99th percentiles while such prompts come and are refused",
+        "short_over_alone_p99": "… while requests of one token come",
         "first_token_p50_s": "first token of those that arrive: median, s",
         "first_token_p90_s": "… 90th percentile, s",
     }

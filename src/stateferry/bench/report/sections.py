@@ -1,6 +1,7 @@
 """Which plots a bench's result has: distributions, time lines, what grows with size."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from stateferry.bench.figures import QUANTILES, quantiles
@@ -75,9 +76,7 @@ def _interference(result: Result) -> list[str]:
         line = arm["time_line"]
         if line is None:
             continue
-        alone, prefill, arriving, end = line["marks_s"]
-        windows = [("alone", alone, prefill), ("prefill", prefill, arriving), ("arriving", arriving, end)]
-        bars = [Bar("window", begin, stop, label) for label, begin, stop in windows]
+        bars = [Bar("window", begin, end, label) for label, (begin, end) in _windows_s(line).items()]
         bars += [
             Bar(f"hand-off {n + 1}", sent, first, "until its first token")
             for n, (sent, first) in enumerate(line["arrivals_s"])
@@ -85,6 +84,14 @@ def _interference(result: Result) -> list[str]:
         title = f"{name}: one running answer, and hand-offs that arrive"
         found.append(time_line(title, bars, "seconds", [("its tokens", line["tokens_s"])]))
     return found
+
+
+def _windows_s(line: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+    """Of a time line; older results have one window end where the next begins."""
+    if "windows_s" in line:
+        found: Mapping[str, Sequence[float]] = line["windows_s"]
+        return found
+    return dict(zip(("alone", "prefill", "arriving"), pairwise(line["marks_s"]), strict=True))
 
 
 def _agentx(result: Result) -> list[str]:
