@@ -1,26 +1,28 @@
 """On a host with two NVIDIA devices and vLLM 0.32: what hand-offs cost at the shapes of Kimi-Linear-48B.
 
-    PYTHONPATH=src python tools/gpu_engines.py --output result.json --arm auto --arm in-tree [--graphs]
+    PYTHONPATH=src python tools/gpu_engines.py handoff interference --output result.json [--graphs] [--watch]
 
-Runs `bench handoff` (no router) and `bench interference` over pairs of engines, prefill on device 0 and
-decode on device 1, all pairs in one run. Weights are vLLM's dummy ones, for speed alone: the gate asks
-whether answers are right. Two pairs with all 256 experts do not fit; with fewer, caches and the work of a
-token are the same.
-Writes one JSON object, after every step.
+Runs `bench handoff` (no router), `bench interference` and `bench agentx` over pairs of engines, prefill on
+device 0 and decode on device 1, all pairs in one run. Weights are vLLM's dummy ones, for speed alone: the
+gate asks whether answers are right. Two pairs with all 256 experts do not fit; with fewer, caches and the
+work of a token are the same. With `agentx` engines cache prefixes. `--watch`: engines tell where the time of
+their steps goes (gpu_watched.py). Writes one JSON object, anew after every step. Part of gpu.py.
 """
 
 import argparse
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from stateferry.bench import Arm, ArmSpec, arm_spec, handoff, interference, percentile
+import gpu_watched
+from stateferry.bench import Arm, ArmSpec, agentx, arm_spec, handoff, interference, percentile
+from stateferry.bench.engine_gaps import FINE_BUCKETS_S
 from stateferry.models.random_checkpoint import random_config, write_json
 from stateferry.models.tokenizer import write_byte_tokenizer
 from stateferry.stack import (
@@ -31,12 +33,16 @@ from stateferry.stack import (
     EngineSpec,
     Role,
     Stack,
-    commit,
-    host_facts,
 )
 
+ARMS = ("auto", "auto-at-once", "in-tree")
 LENGTHS = (1_000, 8_000, 32_000)
-LOAD = interference.Load(decodes=8, handoffs=16, tokens=16_000, alone_s=3.0, interval_s=0.1)
+LOAD = interference.Load(decodes=8, handoffs=16, tokens=16_000, alone_s=2.0, interval_s=0.1)
+SESSIONS, SESSIONS_SCALE = 12, 4
+"""Made-up agent sessions, with a quarter of their tokens: first prompts of 2,000 to 150,000."""
+REPLAY = agentx.Settings(lanes=4, longest_turns=8, longest_s=20.0)
+LONGEST_PROMPT = 262_144
+"""That `agentx` may ask."""
 LAYERS, ATTENTION_EVERY, HEADS = 27, 4, 32
 START_TIMEOUT_S = 280.0
 CACHE_BYTES = 12 << 30
@@ -93,19 +99,25 @@ def write_model(folder: Path, experts: int) -> Path:
     return folder
 
 
-def engine_spec(model: Path, arm: ArmSpec, role: Role, device: int, graphs: bool) -> EngineSpec:
+def engine_spec(model: Path, arm: ArmSpec, role: Role, device: int, asked: argparse.Namespace) -> EngineSpec:
     """One engine of one arm."""
     ours = arm.connector == STATEFERRY
+    name = f"{arm.name.split()[0]}-{role.name.lower()}"
+    # The in-tree connector takes no other layout of convolution states.
+    env = {"CUDA_VISIBLE_DEVICES": str(device)} | ({} if ours else {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
+    if asked.watch:
+        env |= gpu_watched.environment(asked.logs.absolute() / f"{name}.watched")
+    agents = "agentx" in asked.what
     return EngineSpec(
         model=model,
         role=role,
-        name=f"{arm.name.split()[0]}-{role.name.lower()}",
+        name=name,
         connector=arm.connector,
-        connector_module=STATEFERRY_MODULE if ours else None,
+        connector_module=gpu_watched.__name__ if asked.watch else STATEFERRY_MODULE if ours else None,
         extra_config=arm.extra_config,
-        prefix_caching=False,
-        max_model_len=40_000,
-        enforce_eager=not graphs,
+        prefix_caching=agents,
+        max_model_len=LONGEST_PROMPT if agents else 40_000,
+        enforce_eager=not asked.graphs,
         args=(
             "--load-format",
             "dummy",
@@ -117,10 +129,11 @@ def engine_spec(model: Path, arm: ArmSpec, role: Role, device: int, graphs: bool
             "32",
             "--max-num-batched-tokens",
             "8192",
-            *(("--compilation-config", GRAPHS) if graphs else ()),
+            "--custom-histogram-buckets",
+            json.dumps({"inter_token_latency": FINE_BUCKETS_S}),
+            *(("--compilation-config", GRAPHS) if asked.graphs else ()),
         ),
-        # The in-tree connector takes no other layout of convolution states.
-        env={"CUDA_VISIBLE_DEVICES": str(device)} | ({} if ours else {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
+        env=env,
     )
 
 
@@ -161,75 +174,96 @@ def totals(arms: list[Arm]) -> dict[str, Any]:
     return found
 
 
-def measured(arms: list[Arm], repeats: tuple[int, int], keep: Callable[[str, Any], None]) -> None:
-    """All benches, each kept when it is over."""
-    steps: dict[str, Callable[[], Any]] = {
-        "handoff": lambda: handoffs(arms, repeats[0]),
-        "interference": lambda: interference.measure(arms, repeats[1], LOAD).summary(),
-        "totals": lambda: totals(arms),
-    }
-    for name, step in steps.items():
-        try:
-            keep(name, step())
-        except Exception:
-            keep(name, traceback.format_exc())
+def running(arms: list[Arm], repeats: int, logs: Path | None) -> dict[str, Any]:
+    """What running decodes notice; with `logs` also where the time of their engines' steps went."""
+    result = interference.measure(arms, repeats, LOAD)
+    found: dict[str, Any] = {"load": asdict(LOAD), "arms": result.summary()}
+    if logs is not None:
+        found["steps"] = {
+            name: gpu_watched.summary(
+                logs / f"{name.split()[0]}-decode.watched", [repeat.windows_s for repeat in repeats_of_arm]
+            )
+            for name, repeats_of_arm in result.repeats.items()
+            if any(name == arm.name for arm in arms)
+        }
+    return found
+
+
+def agents(arms: list[Arm], repeats: int) -> dict[str, Any]:
+    """Agent sessions through every arm, and what must not happen in them."""
+    sessions = [agentx.make_session(number, 0, SESSIONS_SCALE) for number in range(SESSIONS)]
+    summary = agentx.measure(arms, sessions, repeats, REPLAY, one_engine=False).summary()
+    told = {"dialect": agentx.DIALECT, "sessions": "made-up", "count": SESSIONS, "scale": SESSIONS_SCALE}
+    return {**told, "settings": asdict(REPLAY), "arms": summary, "verdict": agentx.verdict(summary)}
+
+
+def started(stack: Stack, model: Path, asked: argparse.Namespace) -> list[Arm]:
+    """All pairs, ready. Arms that ask the same engines otherwise share a pair."""
+    pairs: dict[str, tuple[Engine, Engine]] = {}
+    arms = []
+    for text in asked.arm or ARMS:
+        spec = arm_spec(text, **({"lease_s": LEASE_S} if text != "in-tree" else {}))
+        which = json.dumps([spec.connector, spec.extra_config], sort_keys=True)
+        if which not in pairs:
+            prefill, decode = (
+                stack.start(engine_spec(model, spec, role, device, asked))
+                for device, role in enumerate((Role.PREFILL, Role.DECODE))
+            )
+            pairs[which] = prefill, decode
+        arms.append(Arm(spec.name, pairs[which]))
+    stack.wait_ready(START_TIMEOUT_S)
+    return arms
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--arm", action="append", help="as in `stateferry bench`; default: auto and in-tree")
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
+    parser.add_argument("what", nargs="+", choices=("handoff", "interference", "agentx"))
+    parser.add_argument("--arm", action="append", help=f"as in `stateferry bench`; default: {' '.join(ARMS)}")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs for decodes; default: eager")
+    parser.add_argument("--watch", action="store_true", help="note where the time of engines' steps goes")
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--repeats", type=int, nargs=2, default=(5, 3), help="of handoff and interference")
-    parser.add_argument("--go", type=Path, help="measure when this file is there, not before")
+    for name, repeats in (("handoff", 5), ("interference", 3), ("agentx", 2)):
+        parser.add_argument(f"--{name}-repeats", type=int, default=repeats)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs"))
     parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     start = time.monotonic()
-    found: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit(),
-        "host": host_facts(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "experts": arguments.experts,
-        "graphs": arguments.graphs,
-        "seconds": {},
-    }
+    found: dict[str, Any] = {"experts": asked.experts, "graphs": asked.graphs, "seconds": {}}
+    failed = False
 
     def keep(name: str, value: Any) -> None:
         found[name] = value
         found["seconds"][name] = round(time.monotonic() - start, 1)
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
-        print(f"{name}: {found['seconds'][name]} s", value if isinstance(value, str) else "", flush=True)
+        asked.output.write_text(json.dumps(found))
+        print(f"{name}: {found['seconds'][name]} s", flush=True)
 
-    model = write_model(arguments.logs.absolute() / "model", arguments.experts)
-    try:
-        with Stack(arguments.logs) as stack:
-            arms = []
-            for text in arguments.arm or ("auto", "in-tree"):
-                spec = arm_spec(text, **({"lease_s": LEASE_S} if text != "in-tree" else {}))
-                pair = [
-                    stack.start(engine_spec(model, spec, role, device, arguments.graphs))
-                    for device, role in enumerate((Role.PREFILL, Role.DECODE))
-                ]
-                arms.append(Arm(spec.name, (pair[0], pair[1])))
-            stack.wait_ready(START_TIMEOUT_S)
-            keep("ready", True)
-            engines = [engine for arm in arms for engine in arm.engines]
-            with ThreadPoolExecutor(len(engines)) as pool:
-                list(pool.map(warm, engines))
-            keep("warm", True)
-            while arguments.go is not None and not arguments.go.exists():
-                stack.check_alive()
-                time.sleep(0.5)
-            if len(arms) > 1:
-                for arm in arms:
-                    arm.stop()
-            measured(arms, tuple(arguments.repeats), keep)
-    except Exception:
-        keep("error", traceback.format_exc())
+    model = write_model(asked.logs.absolute() / "model", asked.experts)
+    with Stack(asked.logs) as stack:
+        arms = started(stack, model, asked)
+        keep("ready", True)
+        engines = list({engine.url: engine for arm in arms for engine in arm.engines}.values())
+        with ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(warm, engines))
+        keep("warm", True)
+        if len(engines) > 2:
+            for arm in arms:
+                arm.stop()
+        steps: dict[str, Callable[[], Any]] = {
+            "handoff": lambda: handoffs(arms, asked.handoff_repeats),
+            "interference": lambda: running(
+                arms, asked.interference_repeats, asked.logs if asked.watch else None
+            ),
+            "agentx": lambda: agents(arms, asked.agentx_repeats),
+        }
+        for name in asked.what:
+            try:
+                keep(name, steps[name]())
+            except Exception:
+                failed = True
+                keep(name, traceback.format_exc())
+        keep("totals", totals(arms))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Real ferries with the cache of one rank of Kimi-Linear in device memory, one a process. The thread that
 orders stands for vLLM's engine thread: *held* is how long its order takes it. The offer has been claimed
-before, as it has in an engine, where a request waits to be scheduled. Writes one JSON object.
+before, as it has in an engine, where a request waits to be scheduled. Writes one JSON object. Part of gpu.py.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from stateferry.ids import EngineId, RequestId, new_epoch, new_transfer_id
 from stateferry.layout.blocks import needed_blocks
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Grant, GroupLoad, Load, Open, Orders, Outcome, Report
-from stateferry.stack import host_facts
 from stateferry.testing.kimi import KIMI_LINEAR
 from stateferry.testing.peers import ArrayMemory
 from stateferry.transport import MemoryKind, MemoryRegion, TransportOptions, create_transport
@@ -191,12 +190,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--logs", type=Path, help="not used: what is printed is all there is")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(int(arguments.serve[0]), arguments.serve[1])
         return
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "host": host_facts()}
+    found: dict[str, Any] = {}
+    failed = False
     for transport, looks in product(
         arguments.transport or ("cudaipc", "nixl"), arguments.quick_looks or [ferry_loop.QUICK_POLLS]
     ):
@@ -207,9 +208,11 @@ def main() -> None:
             show(name, found[name])
         except Exception as e:
             found[name] = repr(e)
+            failed = True
             print(name, found[name], flush=True)
         if arguments.output:
-            arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+            arguments.output.write_text(json.dumps(found))
+    sys.exit(failed)
 
 
 def show(name: str, rows: Sequence[Mapping[str, Any]]) -> None:

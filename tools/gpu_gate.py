@@ -1,24 +1,28 @@
 """On a host with NVIDIA devices and vLLM 0.32: the accuracy gate over pairs of engines, all pairs at once.
 
-    PYTHONPATH=src python tools/gpu_gate.py --output FOLDER --case kda:cudaipc --case recall_gdn:nixl
+    PYTHONPATH=src python tools/gpu_gate.py --output result.json --full kda:cudaipc:graphs --case kda:nixl
 
 A case is MODEL:TRANSPORT[:VARIANT]. MODEL is the bundled one or a seeded family; VARIANT is `v1` (vLLM's
 old model runner, scheduling not asynchronous) or `graphs` (CUDA graphs). Each engine of a pair has its own
-device, where there are two. Writes gate-MODEL-TRANSPORT[-VARIANT].json and the engines' logs into FOLDER.
+device, where there are two. Writes one JSON object, anew when a case is judged. Part of gpu.py.
 """
 
 import argparse
 import json
 import re
+import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stateferry.gate import SMALL, Running, Subject, bundled, run_gate, seeded
+from stateferry.gate import FULL, SMALL, Running, Subject, bundled, run_gate, seeded
 from stateferry.models import RECALL_GDN
 from stateferry.stack import STATEFERRY_MODULE, Client, Engine, EngineSpec, Role, Stack
 
@@ -27,13 +31,8 @@ START_TIMEOUT_S = 240.0
 LEASE_S = 120.0
 WARM_LENGTHS = (1, 3, 70, 300, 1500)
 """Of prompts that make every kernel be compiled and tuned."""
-DEFAULT_CASES = (
-    "recall_gdn:cudaipc",
-    "gdn:cudaipc",
-    "kda:cudaipc",
-    "recall_gdn:nixl",
-    "recall_gdn:cudaipc:v1",
-)
+DEFAULT_FULL = ("kda:cudaipc:graphs",)
+DEFAULT_CASES = ("kda:nixl:graphs", "recall_gdn:cudaipc")
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "": ((), {}),
     "v1": (("--no-async-scheduling",), {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
@@ -44,10 +43,33 @@ TOLD = re.compile(r"[Aa]synchronous scheduling is|V\d Model Runner|attention bac
 """Lines of an engine's log that say how it runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One pair of engines to judge."""
+
+    name: str
+    full: bool
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Model and variant: engines of one kind round alike."""
+        model, _, variant = self.parts
+        return model, variant
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Model, transport and variant."""
+        model, transport, *rest = self.name.split(":")
+        return model, transport, rest[0] if rest else ""
+
+
+Keep = Callable[[str, Mapping[str, Any]], None]
+
+
 def spec(
     subject: Subject, model: Path, role: Role, transport: str, variant: str, device: int, kernels: Path
 ) -> EngineSpec:
-    """One engine. Both of a pair tune their kernels from one cache of their own (`kernels`): two that chose
+    """One engine. All of one model and variant tune their kernels from one cache (`kernels`): two that chose
     other configurations would round otherwise, which is no hand-off's fault and would fail a comparison that
     has no tolerance."""
     arguments, environment = VARIANTS[variant]
@@ -55,7 +77,7 @@ def spec(
     return EngineSpec(
         model=model,
         role=role,
-        name=f"{subject.name}-{role.name.lower()}",
+        name=f"{subject.name}-{transport}-{role.name.lower()}",
         connector_module=STATEFERRY_MODULE,
         extra_config={"testing": True, "transport": transport, "lease_s": LEASE_S},
         prefix_caching=subject.caching,
@@ -90,64 +112,91 @@ def warm(engine: Engine, subject: Subject) -> None:
         client.reset_prefix_cache(engine.url)
 
 
-def gate(case: str, folder: Path) -> dict[str, Any]:
-    """Start two engines, the second when the first has tuned its kernels; judge them; stop them."""
-    name, transport, *rest = case.split(":")
-    variant = rest[0] if rest else ""
+def gate_kind(cases: Sequence[Case], folder: Path, keep: Keep) -> None:
+    """Start a pair for each case of one kind, the first engine alone until it has tuned its kernels; judge
+    all of them at once; stop them."""
+    name, variant = cases[0].kind
     subject = bundled() if name == RECALL_GDN.name else seeded(name)
-    place = folder / f"logs-{case.replace(':', '-')}"
+    place = folder / "-".join(part for part in cases[0].kind if part)
     devices = torch.cuda.device_count()
     seconds: dict[str, float] = {}
     start = time.monotonic()
+    kernels = (place / "kernels").absolute()
+
+    def reached(what: str) -> None:
+        seconds[what] = round(time.monotonic() - start, 1)
+        print(name, variant, what, seconds[what], flush=True)
+
     with Stack(place) as stack:
         model = subject.write(place / "model")
         engines = []
-        for index, role in enumerate((Role.PREFILL, Role.DECODE)):
-            kernels = (place / "kernels").absolute()
-            one = spec(subject, model, role, transport, variant, index % devices, kernels)
-            engines.append(stack.start(one))
-            stack.wait_ready(START_TIMEOUT_S)
-            seconds[f"{role.name.lower()} ready"] = round(time.monotonic() - start, 1)
-            warm(engines[-1], subject)
-            seconds[f"{role.name.lower()} warm"] = round(time.monotonic() - start, 1)
-        urls = Running(engines[0].url, engines[1].url, CHUNK_TOKENS)
-        report = run_gate([subject], SMALL, transport=transport, running=urls)
-        told = [
-            [line.split("] ", 1)[-1] for line in engine.log_path.read_text(errors="replace").splitlines()]
-            for engine in engines
-        ]
-    return {
-        **report.to_json(),
-        "case": case,
-        "start_s": seconds,
-        "engines_say": sorted({line for lines in told for line in lines if TOLD.search(line)})[:20],
-        "devices": [torch.cuda.get_device_name(i) for i in range(devices)],
-    }
+        for case in cases:
+            for index, role in enumerate((Role.PREFILL, Role.DECODE)):
+                transport = case.parts[1]
+                one = spec(subject, model, role, transport, variant, index % devices, kernels)
+                engines.append(stack.start(one))
+                if len(engines) == 1:
+                    stack.wait_ready(START_TIMEOUT_S)
+                    reached("first ready")
+                    warm(engines[0], subject)
+                    reached("first warm")
+        stack.wait_ready(START_TIMEOUT_S)
+        reached("all ready")
+        with ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(lambda engine: warm(engine, subject), engines[1:]))
+        reached("all warm")
+        with ThreadPoolExecutor(len(cases)) as pool:
+            for number, case in enumerate(cases):
+                pair = engines[2 * number], engines[2 * number + 1]
+                pool.submit(judge, case, subject, pair, seconds, keep)
+
+
+def judge(
+    case: Case, subject: Subject, pair: tuple[Engine, Engine], seconds: Mapping[str, float], keep: Keep
+) -> None:
+    """The gate over two running engines; whatever happens is kept."""
+    urls = Running(pair[0].url, pair[1].url, CHUNK_TOKENS)
+    try:
+        size = FULL if case.full else SMALL
+        report = run_gate([subject], size, full=case.full, transport=case.parts[1], running=urls)
+        lines = [line for engine in pair for line in engine.log_path.read_text(errors="replace").splitlines()]
+        told = sorted({line.split("] ", 1)[-1] for line in lines if TOLD.search(line)})
+        keep(case.name, {**report.to_json(), "start_s": dict(seconds), "engines_say": told[:20]})
+    except Exception:
+        keep(case.name, {"passed": False, "failures": [traceback.format_exc()]})
 
 
 def main() -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
-    default = " ".join(DEFAULT_CASES)
-    parser.add_argument("--case", action="append", help=f"may be repeated; default: {default}")
+    told = f"may be repeated; default: {' '.join(DEFAULT_CASES)}, and {' '.join(DEFAULT_FULL)} in full size"
+    parser.add_argument("--case", action="append", default=[], help=told)
+    parser.add_argument("--full", action="append", default=[], help="a case in full size; may be repeated")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=Path("gpu-logs"))
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    cases = arguments.case or list(DEFAULT_CASES)
-    start = time.monotonic()
-    with ThreadPoolExecutor(len(cases)) as pool:
-        running = {pool.submit(gate, case, arguments.output): case for case in cases}
-        for done in as_completed(running):
-            case = running[done]
-            try:
-                result = done.result()
-            except Exception:
-                result = {"case": case, "passed": False, "failures": [traceback.format_exc()]}
-            path = arguments.output / f"gate-{case.replace(':', '-')}.json"
-            path.write_text(json.dumps(result, indent=2) + "\n")
-            verdict = "passed" if result["passed"] else "FAILED"
-            took = f"{time.monotonic() - start:.0f} s"
-            print(case, verdict, took, json.dumps(result["failures"])[:1500], flush=True)
+    asked = arguments.full or arguments.case
+    cases = [Case(name, True) for name in (arguments.full if asked else DEFAULT_FULL)]
+    cases += [Case(name, False) for name in (arguments.case if asked else DEFAULT_CASES)]
+    found: dict[str, Any] = {}
+
+    def keep(name: str, result: Mapping[str, Any]) -> None:
+        found[name] = result
+        arguments.output.write_text(json.dumps(found))
+        print(name, "passed" if result["passed"] else "FAILED", result["failures"], flush=True)
+
+    def guarded(kind: Sequence[Case]) -> None:
+        try:
+            gate_kind(kind, arguments.logs, keep)
+        except Exception:
+            for case in kind:
+                if case.name not in found:
+                    keep(case.name, {"passed": False, "failures": [traceback.format_exc()]})
+
+    kinds = [list(kind) for _, kind in groupby(sorted(cases, key=lambda c: c.kind), lambda c: c.kind)]
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        list(pool.map(guarded, kinds))
+    sys.exit(0 if all(result["passed"] for result in found.values()) else 1)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """On a host with NVIDIA devices: the conformance suite and the transport bench over device memory.
 
-    PYTHONPATH=src python tools/gpu_transports.py --output result.json [--transport cudaipc --transport nixl]
+    PYTHONPATH=src python tools/gpu_transports.py conformance bench --output result.json [--transport …]
 
-Needs torch, triton, numpy and msgspec (and nixl for that transport). Writes one JSON object.
+Needs torch, triton, numpy and msgspec (and nixl for that transport). Writes one JSON object. Part of gpu.py.
 """
 
 import argparse
 import json
-import platform
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 
 from stateferry.bench.transport import connected, result, room_for
 from stateferry.bench.transport_cases import made_up, planned
-from stateferry.stack import commit, host_facts
 from stateferry.testing.conformance import CHECKS
 from stateferry.testing.transport_rigs import CudaRig
 from stateferry.transport import MemoryKind
@@ -46,41 +45,30 @@ def transports(names: list[str], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
+    parser.add_argument("what", nargs="+", choices=("conformance", "bench"))
     parser.add_argument("--transport", action="append", help="may be repeated; default: cudaipc and nixl")
-    parser.add_argument(
-        "--conformance", action="append", help="which of them to check, may be repeated; default: all of them"
-    )
-    parser.add_argument("--only", choices=("conformance", "bench"), help="default: both")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, help="not used: what is printed is all there is")
     arguments = parser.parse_args()
     names = arguments.transport or ["cudaipc", "nixl"]
     target_device = torch.cuda.device_count() - 1  # another device where there are two
     found: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit(),
-        "host": {
-            **host_facts(),
-            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "peer_access": target_device > 0 and torch.cuda.can_device_access_peer(0, target_device),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "conformance": {},
+        "peer_access": target_device > 0 and torch.cuda.can_device_access_peer(0, target_device)
     }
-    for transport in () if arguments.only == "bench" else arguments.conformance or names:
-        found["conformance"][transport] = conformance(transport, target_device)
-        arguments.output.write_text(json.dumps(found, indent=2) + "\n")
-    if arguments.only != "conformance":
-        try:
-            found["transport"] = transports(names, arguments.rounds)
-        except Exception:
-            found["transport"] = traceback.format_exc()
-    arguments.output.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    failed = False
+    if "conformance" in arguments.what:
+        found["conformance"] = {}
+        for name in names:
+            found["conformance"][name] = conformance(name, target_device)
+            failed |= set(found["conformance"][name].values()) != {"passed"}
+            arguments.output.write_text(json.dumps(found))
+    if "bench" in arguments.what:
+        found["transport"] = transports(names, arguments.rounds)
+        arguments.output.write_text(json.dumps(found))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
