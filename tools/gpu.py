@@ -47,7 +47,7 @@ PARTS: Mapping[str, Part] = {
     "gate": Part(("gpu_gate.py",), 540, measures=False),
     "transports": Part(("gpu_transports.py", "bench"), 180),
     "ferry": Part(("gpu_ferry.py",), 120),
-    "engines-eager": Part(("gpu_engines.py", "handoff", "interference"), 420),
+    "engines-eager": Part(("gpu_engines.py", "handoff", "interference", "--interference-repeats", "2"), 420),
     "engines-graphs": Part(("gpu_engines.py", "handoff", "interference", "--graphs", "--watch"), 420),
     "agentx": Part(("gpu_engines.py", "agentx", "--graphs"), 420),
 }

@@ -36,6 +36,7 @@ from stateferry.stack import (
 )
 
 ARMS = ("auto", "auto-at-once", "in-tree")
+BENCHES = frozenset({"handoff", "interference", "agentx"})
 LENGTHS = (1_000, 8_000, 32_000)
 LOAD = interference.Load(decodes=8, handoffs=16, tokens=16_000, alone_s=2.0, interval_s=0.1)
 SESSIONS, SESSIONS_SCALE = 12, 4
@@ -218,7 +219,8 @@ def started(stack: Stack, model: Path, asked: argparse.Namespace) -> list[Arm]:
 def main() -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
-    parser.add_argument("what", nargs="+", choices=("handoff", "interference", "agentx"))
+    told = "handoff, interference, agentx; nothing: only start engines, which compiles their kernels"
+    parser.add_argument("what", nargs="*", help=told)
     parser.add_argument("--arm", action="append", help=f"as in `stateferry bench`; default: {' '.join(ARMS)}")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs for decodes; default: eager")
     parser.add_argument("--watch", action="store_true", help="note where the time of engines' steps goes")
@@ -228,6 +230,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs"))
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args()
+    if not BENCHES.issuperset(asked.what):
+        parser.error(f"expected some of {', '.join(sorted(BENCHES))}; found {' '.join(asked.what)}")
     start = time.monotonic()
     found: dict[str, Any] = {"experts": asked.experts, "graphs": asked.graphs, "seconds": {}}
     failed = False

@@ -95,6 +95,22 @@ def test_a_gap_belongs_to_the_window_in_which_it_ended() -> None:
     assert found == nothing | {ALONE: [1.0], PREFILL: [9.0, 1.0], ARRIVING: [13.0, 1.0]}
 
 
+def test_who_does_not_ask_for_ids_counts_pieces() -> None:
+    asked = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(body(request))
+        event = json.dumps({"choices": [{"text": "a", "finish_reason": None}]})
+        return httpx.Response(200, text=f"data: {event}\n\n" * 3)
+
+    async def run() -> Streamed:
+        async with Streams(transport=httpx.MockTransport(handler), ids=False) as streams:
+            return await streams.ask("http://d", [1, 2, 3], 3)
+
+    assert len(asyncio.run(run()).token_s) == 3
+    assert asked[0]["return_token_ids"] is False
+
+
 def answer(sent_s: float, *token_s: float, error: str = "") -> Streamed:
     return Streamed(sent_s, 5, list(token_s), error=error)
 

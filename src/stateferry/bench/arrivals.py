@@ -143,7 +143,7 @@ def _prefilled(url: str, seeds: Sequence[int], tokens: int) -> list[Offered]:
 
 def _sent(arrivals: Sequence[Arrival], interval_s: float) -> list[Streamed]:
     async def ask() -> list[Streamed]:
-        async with Streams(LONGEST_S) as streams:
+        async with Streams(LONGEST_S, ids=False) as streams:
 
             async def one(arrival: Arrival, at_s: float) -> Streamed:
                 prompt = prompt_of(arrival.seed, arrival.tokens)

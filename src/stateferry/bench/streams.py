@@ -52,11 +52,17 @@ class Streams:
         timeout_s: float = 120.0,
         model: str = "model",
         transport: httpx.AsyncBaseTransport | None = None,
+        *,
+        ids: bool = True,
     ) -> None:
-        """`timeout_s` bounds every wait for bytes; `transport`: for tests."""
+        """`timeout_s` bounds every wait for bytes; `transport`: for tests.
+
+        `ids`: ask for the ids of tokens, so that each is counted. vLLM then sends those of the prompt, too;
+        without, every piece of an answer counts as one token.
+        """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(timeout=timeout_s, limits=limits, trust_env=False, transport=transport)
-        self._model = model
+        self._model, self._ids = model, ids
 
     async def __aenter__(self) -> Self:
         return self
@@ -155,7 +161,7 @@ class Streams:
                 if "error" in event:
                     raise _AnswerError(f"gave the request up: {event['error']}")
                 for choice in event.get("choices") or ():
-                    new = len(choice.get("token_ids") or ())
+                    new = len(choice.get("token_ids") or ()) if self._ids else 1
                     answer.token_s += [monotonic()] * new
                     if new and on_token is not None:
                         on_token(answer)
@@ -170,7 +176,7 @@ class Streams:
             "min_tokens": max_tokens,
             "ignore_eos": True,
             "temperature": 0.0,
-            "return_token_ids": True,
+            "return_token_ids": self._ids,
         }
 
 
