@@ -22,6 +22,7 @@ from typing import Any
 
 import gpu_watched
 from stateferry.bench import Arm, ArmSpec, agentx, arm_spec, handoff, interference, percentile
+from stateferry.bench.arms import same_engines, shared
 from stateferry.bench.engine_gaps import FINE_BUCKETS_S
 from stateferry.models.random_checkpoint import random_config, write_json
 from stateferry.models.tokenizer import write_byte_tokenizer
@@ -177,6 +178,7 @@ def totals(arms: list[Arm]) -> dict[str, Any]:
 
 def running(arms: list[Arm], repeats: int, logs: Path | None) -> dict[str, Any]:
     """What running decodes notice; with `logs` also where the time of their engines' steps went."""
+    arms = [arm for arm in arms if arm.at_once is None]  # prompts are computed before their hand-offs begin
     result = interference.measure(arms, repeats, LOAD)
     found: dict[str, Any] = {"load": asdict(LOAD), "arms": result.summary()}
     if logs is not None:
@@ -200,20 +202,19 @@ def agents(arms: list[Arm], repeats: int) -> dict[str, Any]:
 
 def started(stack: Stack, model: Path, asked: argparse.Namespace) -> list[Arm]:
     """All pairs, ready. Arms that ask the same engines otherwise share a pair."""
-    pairs: dict[str, tuple[Engine, Engine]] = {}
-    arms = []
-    for text in asked.arm or ARMS:
-        spec = arm_spec(text, **({"lease_s": LEASE_S} if text != "in-tree" else {}))
-        which = json.dumps([spec.connector, spec.extra_config], sort_keys=True)
-        if which not in pairs:
+    specs = [
+        arm_spec(text, **({"lease_s": LEASE_S} if text != "in-tree" else {})) for text in asked.arm or ARMS
+    ]
+    pairs: list[tuple[ArmSpec, Arm]] = []
+    for spec in specs:
+        if not any(same_engines(other, spec) for other, _ in pairs):
             prefill, decode = (
                 stack.start(engine_spec(model, spec, role, device, asked))
                 for device, role in enumerate((Role.PREFILL, Role.DECODE))
             )
-            pairs[which] = prefill, decode
-        arms.append(Arm(spec.name, pairs[which]))
+            pairs.append((spec, Arm(spec.name, (prefill, decode))))
     stack.wait_ready(START_TIMEOUT_S)
-    return arms
+    return [shared(spec, next(arm for other, arm in pairs if same_engines(other, spec))) for spec in specs]
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class _Notes:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{os.getpid()}.txt").open("a")
+        self.file = (folder / f"{os.getpid()}.txt").open("a")
         self._flushed_s = 0.0
         self._lock = threading.Lock()
 
@@ -68,9 +68,9 @@ class _Notes:
         if took_ms < NOTED_MS and name != STEP:
             return
         with self._lock:
-            self._file.write(f"{end_s:.6f} {name} {took_ms:.3f}\n")
+            self.file.write(f"{end_s:.6f} {name} {took_ms:.3f}\n")
             if end_s - self._flushed_s > FLUSHED_S:
-                self._file.flush()
+                self.file.flush()
                 self._flushed_s = end_s
 
 

@@ -139,6 +139,9 @@ def test_a_watched_connector_does_what_it_did_and_is_timed(
     monkeypatch.setattr(
         watched, "PARTS", {"made_up_core": {"EngineCore": ("step", "missing")}, "none": {"A": ("b",)}}
     )
+    made: list[Any] = []
+    real = watched._Notes
+    monkeypatch.setattr(watched, "_Notes", lambda folder: made.append(real(folder)) or made[0])
     kind = watched._watched(Connector)
     assert "kv_cache_config" in inspect.signature(kind).parameters
     for _ in range(2):
@@ -146,3 +149,4 @@ def test_a_watched_connector_does_what_it_did_and_is_timed(
     assert (kind("y").start_load_kv(1), Core().step()) == (2, "stepped")
     names = [name for _, name, _ in watched.read_notes(tmp_path)]
     assert sorted(names) == ["hook start_load_kv", "step"]
+    made[0].file.close()
