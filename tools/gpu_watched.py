@@ -17,7 +17,7 @@ from typing import Any
 
 FOLDER = "STATEFERRY_WATCHED"
 NOTED_MS = 0.02
-FLUSHED_S = 0.5
+FLUSHED_S = 0.1
 STEP = "step"
 SLOW = 1.5
 """A step that takes so many times the median is slow."""
