@@ -1,6 +1,8 @@
 """What all tests share: the tier of a test follows from its folder."""
 
 import importlib.util
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,14 @@ if importlib.util.find_spec("hypothesis"):  # the environment of the site's test
 collect_ignore = [] if importlib.util.find_spec("kubernetes_validate") else ["site"]
 """`make docs` runs the tests of that folder, in an environment of its own."""
 ENGINE_TEST_TIMEOUT_S = 300
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Where tests run in the background, SIGINT is ignored and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

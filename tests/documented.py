@@ -64,7 +64,7 @@ def refused(words: list[str]) -> str:
     """
     from typer.main import get_command
 
-    from stateferry.cli.main import app
+    from stateferry.cli.app import app
 
     command: Any = get_command(app)
     arguments = list(words[1:])
@@ -86,7 +86,7 @@ def vllm_options(words: list[str]) -> list[str]:
     """What `stateferry serve` passes on to vLLM's server, of its command line."""
     from typer.testing import CliRunner
 
-    from stateferry.cli.main import app
+    from stateferry.cli.app import app
 
     result = CliRunner().invoke(app, [*words[1:], "--dry-run"])
     assert result.exit_code == 0, f"{shlex.join(words)}: {result.exception or result.output}"

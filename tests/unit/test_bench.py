@@ -18,7 +18,7 @@ from stateferry.bench import (
     measure_plans,
     percentile,
 )
-from stateferry.cli.main import app
+from stateferry.cli.app import app
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from stateferry.bench.figures import QUANTILES, quantiles, spread
 from stateferry.bench.report import page
 from stateferry.bench.streams import Streamed
 from stateferry.cli import bench_arms
-from stateferry.cli.main import app
+from stateferry.cli.app import app
 from stateferry.errors import ConfigError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -20,7 +20,7 @@ from stateferry.bench.transport import (
 )
 from stateferry.bench.transport_cases import ENGINES, Handoff, made_up, planned
 from stateferry.bench.transport_memory import HostMemory, expected
-from stateferry.cli.main import app
+from stateferry.cli.app import app
 from stateferry.errors import TransportError
 from stateferry.layout.spec import Pieces
 from stateferry.testing.transport_reads import pieces

@@ -117,17 +117,14 @@ class Demo:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
+def start(tmp_path: Path, interrupts: None) -> Iterator[Callable[..., Demo]]:
     demos = []
-    # Where tests run in the background, SIGINT is ignored and children would inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(words: str, then: str, *arguments: str) -> Demo:
         demos.append(Demo(tmp_path, words, then, *arguments))
         return demos[-1]
 
     yield start
-    signal.signal(signal.SIGINT, before)
     for demo in demos:
         demo.process.kill()
         demo.process.communicate()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stateferry.cli import gate as command
-from stateferry.cli.main import app
+from stateferry.cli.app import app
 from stateferry.errors import EngineError
 from stateferry.gate.engines import Facts, facts_of
 from stateferry.gate.judge import Judgement, Tally, Verdict, tally

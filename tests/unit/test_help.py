@@ -11,8 +11,10 @@ from tests.documented import refused
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from stateferry.cli.app import app
 from stateferry.cli.examples import examples
-from stateferry.cli.main import app
+from stateferry.config import parse_config
+from stateferry.transport import transport_names
 
 STARTS_ENGINES = (
     "demo",
@@ -107,3 +109,13 @@ def test_only_commands_that_start_engines_take_it() -> None:
     assert {name for name, c in COMMANDS.items() if any("--timeout-s" in p.opts for p in c.params)} == set(
         STARTS_ENGINES
     )
+
+
+@pytest.mark.parametrize("name", ["serve prefill", "serve decode", "demo", "gate", "soak"])
+def test_every_transport_that_may_be_asked_for_is_in_the_help(name: str) -> None:
+    """Symptom: `mori` could be asked for, and no help named it."""
+    (option,) = [p for p in COMMANDS[name].params if "--transport" in p.opts]
+    named = option.help.partition(": ")[2].rstrip(".").split(", ")
+    assert set(named) == {"auto", *transport_names()} - {"faults", "memory"}
+    for transport in named:
+        assert parse_config({"transport": transport}).transport.value == transport

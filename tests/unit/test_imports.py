@@ -197,7 +197,7 @@ def test_every_room_has_a_rule() -> None:
         ("stateferry.stack.client", "import vllm"),
         ("stateferry.doctor.packages", "from stateferry.vllm.compat import TESTED"),
         ("stateferry.ferry.ferry", "def f():\n    from vllm.config import VllmConfig"),
-        ("stateferry.gate.run", "from stateferry.cli.main import app"),
+        ("stateferry.gate.run", "from stateferry.cli.app import app"),
         ("stateferry.errors", "from stateferry.ids import EngineId"),
         ("stateferry.transport.nixl", "import nixl"),
         ("stateferry.transport.nixl", "class T:\n    from nixl._api import nixl_agent"),
@@ -238,6 +238,7 @@ LIGHT = (
     "stateferry.doctor",
     "stateferry.watch",
     "stateferry.cli.main",
+    "stateferry.cli.app",
 )
 
 

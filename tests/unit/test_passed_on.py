@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from stateferry.cli.main import app
+from stateferry.cli.app import app
 from stateferry.cli.passed_on import last_value, option_name
 from stateferry.errors import ConfigError
 

@@ -188,13 +188,20 @@ def test_what_was_downloaded_is_found_where_the_hubs_library_keeps_it(tmp_path: 
 # -- the command -----------------------------------------------------------------------------------
 
 
+FAKE_SERVER = """
+import json, sys
+if __name__ == "__main__":
+    print(json.dumps(sys.argv[1:]))
+"""
+
+
 def serve(*arguments: str, vllm: Path) -> subprocess.CompletedProcess[str]:
     """`stateferry serve` in a process whose vLLM only says that it was started, and with what."""
     package = vllm / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for parent in (package, package.parent, package.parent.parent):
         (parent / "__init__.py").write_text("")
-    (package / "api_server.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    (package / "api_server.py").write_text(FAKE_SERVER)
     code = "from stateferry.cli.main import main; main()"
     env = {"PYTHONPATH": ":".join([str(vllm), *sys.path]), "HF_HUB_OFFLINE": "1", "HF_HOME": str(vllm)}
     command = [sys.executable, "-c", code, "serve", *arguments]

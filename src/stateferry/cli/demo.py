@@ -13,6 +13,7 @@ from rich.table import Table
 from stateferry.cli.showcase import Asked, ask_all
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
+from stateferry.cli.transport_names import TRANSPORT_NAMES
 from stateferry.config import LoadMode, parse_config
 from stateferry.errors import EngineError
 from stateferry.stack import START_TIMEOUT_S, Client, EngineSpec, Role, Stack
@@ -23,7 +24,7 @@ QUESTIONS = ((1, 60), (2, 150), (3, 400), (4, 900))
 
 def demo(
     transport: Annotated[
-        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl, mooncake.")
+        str, typer.Option("--transport", help=f"What moves the bytes: {TRANSPORT_NAMES}.")
     ] = "auto",
     load_mode: Annotated[
         str, typer.Option("--load-mode", help="When the decode engine reads: async, sync.")

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
+from stateferry.cli.transport_names import TRANSPORT_NAMES
 from stateferry.config import LoadMode, parse_config
 from stateferry.errors import ConfigError, StateFerryError
 from stateferry.gate import (
@@ -59,7 +60,7 @@ def gate(
         ),
     ] = None,
     transport: Annotated[
-        str, typer.Option("--transport", help="What moves the bytes: auto, cma, nixl, mooncake.")
+        str, typer.Option("--transport", help=f"What moves the bytes: {TRANSPORT_NAMES}.")
     ] = "auto",
     load_mode: Annotated[
         str, typer.Option("--load-mode", help="Of the decode engine that is started: async, sync.")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 
+from stateferry.cli.interrupts import ends_on_interrupt
 from stateferry.errors import EngineError
 
 
@@ -28,6 +29,6 @@ def offline_vllm() -> Iterator[ModuleType]:
     for variable in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ.setdefault(variable, "1")
     with redirect_stdout(sys.stderr):
-        from stateferry.vllm import offline
-
+        with ends_on_interrupt():
+            from stateferry.vllm import offline
         yield offline

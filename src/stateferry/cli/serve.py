@@ -16,6 +16,8 @@ from stateferry.cli.examples import examples
 from stateferry.cli.passed_on import option_name, refuse_misspelt
 from stateferry.cli.preflight import check_model, check_ports, http_port
 from stateferry.cli.serve_settings import OPTION_OF, read_options
+from stateferry.cli.transport_names import TRANSPORT_NAMES
+from stateferry.cli.vllm_server import MODULE, SERVER
 from stateferry.config import Config
 from stateferry.errors import ConfigError, EngineError
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
@@ -53,9 +55,7 @@ Model = Annotated[
 ]
 Transport = Annotated[
     str | None,
-    typer.Option(
-        "--transport", help="What moves the bytes: auto, cma, cudaipc, nixl, mooncake.", show_default=False
-    ),
+    typer.Option("--transport", help=f"What moves the bytes: {TRANSPORT_NAMES}.", show_default=False),
 ]
 KvHost = Annotated[
     str | None,
@@ -203,10 +203,9 @@ def _serve(
     dry_run: bool,
 ) -> None:
     transfer = transfer_config(role, extra)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--kv-transfer-config", transfer, *arguments]
+    passed = ["--model", model, "--kv-transfer-config", transfer, *arguments]
     if dry_run:
-        print(shlex.join(command))
+        print(shlex.join([sys.executable, "-m", SERVER, *passed]))
         return
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
@@ -228,7 +227,7 @@ def _serve(
         # vLLM would take nearly all of the machine's memory, which leaves none for the other engine.
         os.environ[CACHE_GIB] = "4"
         _say(f"4 GiB for the KV cache; set {CACHE_GIB} for another size")
-    os.execvp(command[0], command)
+    os.execv(sys.executable, [sys.executable, "-m", MODULE, *passed])
 
 
 def _say(text: str) -> None:

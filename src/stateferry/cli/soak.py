@@ -11,6 +11,7 @@ from rich.table import Table
 
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
+from stateferry.cli.transport_names import TRANSPORT_NAMES
 from stateferry.gate.soak import Soak, SoakReport, start_engines
 from stateferry.stack import START_TIMEOUT_S, Client, Stack
 
@@ -21,7 +22,7 @@ def soak(
     ] = 30.0,
     seed: Annotated[int, typer.Option(help="Of prompts, faults and cancellations.")] = 0,
     transport: Annotated[
-        str, typer.Option(help="What moves the bytes underneath: auto, cma, nixl, mooncake.")
+        str, typer.Option(help=f"What moves the bytes underneath: {TRANSPORT_NAMES}.")
     ] = "auto",
     log_folder: Annotated[
         Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)
