@@ -9,10 +9,9 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from tests.command import run
 from stateferry.cli.top_tables import ago, duration, size
 from stateferry.errors import EngineError
 from stateferry.telemetry import METRICS
+from stateferry.testing.local_server import LocalServer
 from stateferry.watch import Engines, Found, Snapshot, discover, figures_of, read_page
-from stateferry.watch.figures import quantile
 
 PAGES = Path(__file__).parents[1] / "pages"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -91,8 +90,9 @@ def test_rates_are_those_between_two_looks() -> None:
     grown = after.value("stateferry_received_bytes_total", "state")
     grown -= before.value("stateferry_received_bytes_total", "state")
     assert figures.bytes_rate["state"] == grown / 4 > 0
-    assert figures.median_s is not None
-    assert figures.median_s < 0.3, "the one that failed late was before the first look"
+    assert figures.median is not None
+    assert figures.median.at_most_s is not None
+    assert figures.median.at_most_s < 0.3, "the one that failed late was before the first look"
     assert figures.slowest[0].labels["request"] == "late", "examples are since the start"
 
 
@@ -101,26 +101,13 @@ def test_a_first_look_has_totals_and_no_rates() -> None:
     figures = figures_of(now, None, "")
     assert figures.handoffs_rate is None
     assert figures.bytes_rate is None
-    assert figures.slow_s is not None
+    assert figures.slow is not None
     assert figures.failures == {"deadline": 1}
 
 
 def test_an_engine_that_was_restarted_is_seen_for_the_first_time() -> None:
     (before,), (now,) = page("decode_after.txt", 100.0), page("decode_before.txt", 104.0)
     assert figures_of(now, before, "").handoffs_rate is None
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"), [(0.5, 1.0), (0.25, 0.5), (0.75, 1.5), (1.0, 2.0), (0.99, 1.98)]
-)
-def test_a_quantile_lies_on_the_line_through_its_bucket(share: float, expected: float) -> None:
-    assert quantile({1.0: 10.0, 2.0: 20.0, float("inf"): 20.0}, share) == pytest.approx(expected)
-
-
-def test_a_quantile_past_the_last_bound_is_that_bound_and_of_nothing_is_none() -> None:
-    assert quantile({1.0: 0.0, float("inf"): 5.0}, 0.5) == 1.0
-    assert quantile({1.0: 0.0, float("inf"): 0.0}, 0.5) is None
-    assert quantile({}, 0.5) is None
 
 
 def test_numbers_for_people() -> None:
@@ -157,12 +144,8 @@ def server(answers: Answers) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Silent."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-        http.shutdown()
-        thread.join()
+    with LocalServer(Handler) as http:
+        yield http.url
 
 
 def engine(name: str) -> Answers:
@@ -223,11 +206,45 @@ def test_once_prints_a_plain_table_of_what_the_router_has() -> None:
             "workers": [{"url": decode, "worker_type": "decode"}, {"url": prefill, "worker_type": "prefill"}]
         }
         with server({"/workers": as_json(workers)}) as router:
-            result = top("--router", router, "--once", "http://127.0.0.1:1")
+            result = top("--router", router, "--once")
     assert result.returncode == 0, result.stderr
-    for words in ("prefill", "decode", "5 received", "1 failed", "deadline", "late", "No answer", "1 ready"):
+    for words in ("prefill", "decode", "5 received", "1 failed", "deadline", "late", "<= ", "1 ready"):
         assert words in result.stdout
+    assert "no answer" not in result.stdout.lower()
     assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
+def test_once_with_one_engine_dead_shows_both_and_ends_with_3(form: tuple[str, ...]) -> None:
+    """Symptom: a script that looks after the engines was told 0."""
+    with server(engine("decode_after.txt")) as decode:
+        workers = {
+            "workers": [
+                {"url": decode, "worker_type": "decode"},
+                {"url": "http://127.0.0.1:1", "worker_type": "prefill"},
+            ]
+        }
+        with server({"/workers": as_json(workers)}) as router:
+            result = top("--router", router, "--once", *form)
+    assert result.returncode == 3
+    assert "only 1 of 2 engines answered: http://127.0.0.1:1: ConnectError" in result.stderr
+    assert "Traceback" not in result.stderr
+    if form:
+        look = json.loads(result.stdout)
+        assert [f["url"] for f in look["engines"]] == [decode]
+        assert "ConnectError" in look["silent"]["http://127.0.0.1:1"]
+        return
+    (row,) = [line for line in result.stdout.splitlines() if "no answer" in line]
+    assert row.split()[:2] == ["127.0.0.1:1", "prefill"]
+    assert "5 received" in result.stdout
+    (_, _, why) = result.stdout.partition("No answer")
+    assert "ConnectError" in why
+
+
+def test_the_code_for_a_dead_engine_is_documented() -> None:
+    """In the help of the command and of all commands."""
+    assert "3 an engine did not answer" in " ".join(run("top", "--help").stdout.split())
+    assert "3 an engine did not start, died or did not answer" in " ".join(run("--help").stdout.split())
 
 
 def test_json_is_one_object_for_each_look() -> None:
@@ -258,20 +275,12 @@ def test_what_cannot_be_watched_is_said(arguments: tuple[str, ...], code: int, s
     assert "Traceback" not in result.stderr
 
 
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Where tests run in the background, SIGINT is ignored and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(interrupts: None) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     code = "from stateferry.cli.main import main; main()"
     with server(engine("decode_after.txt")) as decode:
-        command = [sys.executable, "-c", code, "top", decode, "--every", "0.1"]
+        command = [sys.executable, "-c", code, "top", decode, "http://127.0.0.1:1", "--every", "0.1"]
         process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
         try:
             os.close(theirs)
@@ -287,6 +296,8 @@ def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(interru
     assert seen.count(b"Slowest") >= 3
     assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1, "the other screen was not left"
     assert b"Traceback" not in seen
+    assert seen.count(b"no answer") >= 3, "the dead engine has no row"
+    assert b"ConnectError" in seen, "nor a reason"
 
 
 def read_until(descriptor: int, enough: Callable[[bytes], bool]) -> bytes:

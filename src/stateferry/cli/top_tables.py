@@ -6,14 +6,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from stateferry.watch import Figures
+from stateferry.watch import Between, Figures, Found
 
 NUMBERS = ("a second", "median", "95 %", "open")
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+NO_ANSWER = "bold red"
 
 
-def engine_table(figures: Sequence[Figures]) -> Table:
-    """One line an engine."""
+def engine_table(engines: Sequence[Found], figures: Sequence[Figures], silent: Mapping[str, str]) -> Table:
+    """One line for each engine that was asked; `silent`: why some gave no answer, by URL."""
     table = _table("Engines")
     for name in ("engine", "role", "requests", "cache", "hand-offs", *NUMBERS, "bytes by kind", "peers"):
         right = name in NUMBERS or name == "cache"
@@ -21,22 +22,32 @@ def engine_table(figures: Sequence[Figures]) -> Table:
             name, no_wrap=name != "engine", overflow="fold", justify="right" if right else "left"
         )
     table.add_column("trouble", overflow="fold")
-    for f in figures:
-        table.add_row(
-            Text(place(f)),
-            f.role or "-",
-            f"{f.running} run\n{f.waiting} wait",
-            f"{f.cache_used:.0%}",
-            lines(f.handoffs) or "-",
-            "-" if f.handoffs_rate is None else f"{f.handoffs_rate:.1f}",
-            duration(f.median_s),
-            duration(f.slow_s),
-            str(f.open),
-            sizes(f),
-            lines({state: count for state, count in f.peers.items() if count}) or "-",
-            trouble(f),
-        )
+    for engine in engines:
+        if engine.url in silent:
+            row = [Text(address(engine.url)), Text(engine.role or "-"), Text("no answer", NO_ANSWER)]
+            row += [Text("-")] * (len(table.columns) - len(row) - 1)
+            table.add_row(*row, Text("why: below", NO_ANSWER))
+        for f in figures:
+            if f.url == engine.url:
+                _add_engine(table, f)
     return table
+
+
+def _add_engine(table: Table, f: Figures) -> None:
+    table.add_row(
+        Text(place(f)),
+        f.role or "-",
+        f"{f.running} run\n{f.waiting} wait",
+        f"{f.cache_used:.0%}",
+        lines(f.handoffs) or "-",
+        "-" if f.handoffs_rate is None else f"{f.handoffs_rate:.1f}",
+        at_most(f.median),
+        at_most(f.slow),
+        str(f.open),
+        sizes(f),
+        lines({state: count for state, count in f.peers.items() if count}) or "-",
+        trouble(f),
+    )
 
 
 def failure_table(figures: Sequence[Figures], now_unix_s: float) -> Table | None:
@@ -79,12 +90,12 @@ def slow_table(figures: Sequence[Figures], now_unix_s: float) -> Table | None:
 
 
 def silent_table(silent: Mapping[str, str]) -> Table | None:
-    """Engines that do not answer; None: all do."""
+    """Why engines do not answer; None: all do. A table of its own, for this is long and terminals are not."""
     table = _table("No answer")
     table.add_column("engine")
     table.add_column("why", overflow="fold")
     for url, why in silent.items():
-        table.add_row(Text(url), Text(why))
+        table.add_row(Text(address(url)), Text(why))
     return table if table.row_count else None
 
 
@@ -94,8 +105,13 @@ def _table(title: str) -> Table:
 
 def place(f: Figures) -> str:
     """An engine's name in a table: its URL without the scheme, and its number if that says anything."""
-    name = f.url.partition("://")[2]
+    name = address(f.url)
     return name if f.engine == "0" else f"{name} #{f.engine}"
+
+
+def address(url: str) -> str:
+    """A URL without its scheme."""
+    return url.partition("://")[2]
 
 
 def duration(seconds: float | None) -> str:
@@ -103,6 +119,13 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def at_most(found: Between | None) -> str:
+    """A quantile for people: all that is known of it, in one bound."""
+    if found is None:
+        return "-"
+    return f"> {duration(found.above_s)}" if found.at_most_s is None else f"<= {duration(found.at_most_s)}"
 
 
 def size(count: float) -> str:

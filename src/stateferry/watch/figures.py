@@ -1,6 +1,7 @@
 """What is shown of an engine: totals since its start, and rates between two looks."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,16 @@ from stateferry.watch.page import Example, Snapshot
 HANDOFFS = "stateferry_handoffs_total"
 BYTES = "stateferry_received_bytes_total"
 SLOWEST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A quantile as exactly as a histogram knows it: in which of its buckets it lies. A number inside the
+    bucket would be made up, and may lie above every value that there was."""
+
+    above_s: float
+    at_most_s: float | None
+    """None: it is past the last bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +37,9 @@ class Figures:
     handoffs: Mapping[str, int]
     """By outcome, since the engine's start; so are all that follow unless said."""
     handoffs_rate: float | None
-    median_s: float | None
+    median: Between | None
     """Of the hand-offs between the looks; with one look, of all."""
-    slow_s: float | None
+    slow: Between | None
     """The 95th percentile of the same."""
     received_bytes: Mapping[str, int]
     bytes_rate: Mapping[str, float] | None
@@ -76,8 +87,8 @@ def figures_of(now: Snapshot, before: Snapshot | None, role: str) -> Figures:
         cache_used=now.value("vllm:kv_cache_usage_perc"),
         handoffs=_whole(now, HANDOFFS),
         handoffs_rate=handoffs_rate,
-        median_s=quantile(buckets, 0.5),
-        slow_s=quantile(buckets, 0.95),
+        median=quantile(buckets, 0.5),
+        slow=quantile(buckets, 0.95),
         received_bytes=_whole(now, BYTES),
         bytes_rate=bytes_rate,
         open=int(now.value("stateferry_open_handoffs", "scheduler")),
@@ -94,21 +105,19 @@ def figures_of(now: Snapshot, before: Snapshot | None, role: str) -> Figures:
     )
 
 
-def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """The value that `share` of the observations do not exceed, as Prometheus estimates it: straight lines
-    inside a bucket, and the last bound for what is past it. None without observations."""
+def quantile(buckets: Mapping[float, float], share: float) -> Between | None:
+    """Where the smallest value lies that at least `share` of the observations do not exceed.
+
+    `buckets`: how many observations are at most so large, by bound. None without observations.
+    """
     bounds = sorted(buckets)
     if not bounds or buckets[bounds[-1]] <= 0:
         return None
-    wanted = share * buckets[bounds[-1]]
+    wanted = round(share * buckets[bounds[-1]], 6)  # 0.95 * 100 is to be 95
     for below, bound in itertools.pairwise([0.0, *bounds]):
-        before = buckets.get(below, 0.0)
         if buckets[bound] >= wanted:
-            if bound == float("inf"):
-                return below
-            inside = buckets[bound] - before
-            return below + (bound - below) * ((wanted - before) / inside if inside else 1.0)
-    return bounds[-1]
+            return Between(below, bound if math.isfinite(bound) else None)
+    return Between(bounds[-1], None)
 
 
 def _role(snapshot: Snapshot) -> str:
