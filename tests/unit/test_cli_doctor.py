@@ -74,6 +74,30 @@ def test_a_healthy_machine_passes(doctor: Doctor) -> None:
         assert words in out
 
 
+def warned(out: str) -> int:
+    """Rows of the machine's table that warn."""
+    return sum("│ warning" in line for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("findings", "says"),
+    [
+        (HEALTHY[:1], "No problem found.\n"),
+        (HEALTHY, "No problem found.\nOne warning: nixl.\n"),
+        ([*HEALTHY, Finding("/dev/shm", Verdict.WARNING, "64 MiB", "more")], "2 warnings: nixl, /dev/shm.\n"),
+        (SICK, "vllm: not installed, needed for everything\nOne warning: nixl.\n"),
+    ],
+)
+def test_the_summary_says_as_many_warnings_as_the_rows(
+    doctor: Doctor, findings: list[Finding], says: str
+) -> None:
+    """Symptom: a row that warned of memory that may be locked, and `No problem found` under it."""
+    _, out, _ = doctor(findings=findings)
+    assert out.endswith(says)
+    value = json.loads(doctor("--json", findings=findings)[1])
+    assert len(value["warnings"]) == warned(out) == says.count("nixl") + says.count("/dev/shm")
+
+
 def test_a_problem_is_named_and_fails(doctor: Doctor) -> None:
     code, out, _ = doctor(findings=SICK)
     assert code == 1
@@ -170,8 +194,24 @@ def test_an_engine_that_does_not_answer_is_a_problem(doctor: Doctor) -> None:
     value = json.loads(out)
     assert code == 1
     assert value["problems"] == [f"{DECODE} did not answer: connection refused"]
+    assert value["engines"]["can_exchange"] is False
     assert value["engines"]["prefill"]["ranks"][0]["epoch"] == 77
     assert value["engines"]["decode"] is None
+
+
+@pytest.mark.parametrize("dead", [[PREFILL], [DECODE], [PREFILL, DECODE]], ids=["prefill", "decode", "both"])
+def test_every_engine_has_a_row_and_every_dead_one_its_reason(doctor: Doctor, dead: list[str]) -> None:
+    """Symptom: an empty table, and nothing of the second engine where the first was dead."""
+    engines = {url: AnswerError(f"{url} refused") if url in dead else engine(1) for url in (PREFILL, DECODE)}
+    code, out, _ = doctor(*both(), engines=engines)
+    assert code == 1
+    rows = {url: line for line in out.splitlines() for url in engines if line.startswith("│") and url in line}
+    for url in engines:
+        assert ("not known" in rows[url]) == (url in dead)
+        assert ("10.0.0.1:7000" in rows[url]) == (url not in dead)
+        assert (f"  {url} refused\n" in out) == (url in dead)
+    assert "They can exchange" not in out
+    assert "decode engine's words" not in out
 
 
 @pytest.mark.parametrize(

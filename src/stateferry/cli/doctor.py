@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stateferry.cli.inspect import survey_json
+from stateferry.cli.interrupts import ends_on_interrupt
 from stateferry.cli.layout_tables import show_groups, show_moves, show_pairs
 from stateferry.cli.offline import offline_vllm
 from stateferry.doctor import (
@@ -43,21 +44,30 @@ class Side:
     """Where it listens; empty for one that is not running."""
     kv_role: str = ""
     """What it does in a hand-off, as vLLM calls it; empty where it does not say."""
+    unknown: str = ""
+    """Why nothing is known of it: it does not answer, or would not start. Empty where something is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """Whether two engines can exchange, and what."""
 
-    prefill: Side | None
-    decode: Side | None
+    prefill: Side
+    decode: Side
     survey: Survey | None
-    problem: str = ""
+    """None: something of an engine is not known, or their caches do not fit."""
+    misfit: str = ""
     """Why their caches do not fit; empty if they do."""
     wrong_roles: str = ""
     """Why their roles do not; empty if they do."""
     warning: str = ""
     """What may keep one from reaching the other."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that keeps them from handing off."""
+        found = (self.prefill.unknown, self.decode.unknown, self.wrong_roles, self.misfit)
+        return list(dict.fromkeys(text for text in found if text))
 
 
 def doctor(
@@ -97,19 +107,24 @@ def doctor(
     console = Console(stderr=json_output)
     if not console.is_terminal:
         console = Console(stderr=json_output, width=LOG_WIDTH)
-    findings = examine_machine()
+    with ends_on_interrupt():  # it imports torch
+        findings = examine_machine()
     _show_findings(console, findings)
     match = None if prefill is None or decode is None else _match(prefill, decode)
     if match is not None:
         _show_match(console, match)
     problems = [f"{f.name}: {f.found}" for f in findings if f.verdict is Verdict.PROBLEM]
+    warnings = {f.name: f.found for f in findings if f.verdict is Verdict.WARNING}
     if match is not None:
-        problems += [text for text in (match.wrong_roles, match.problem) if text]
-    _show_verdict(console, problems)
-    if match is not None and match.problem and match.prefill and match.decode:
+        problems += match.problems
+        if match.warning:
+            warnings["the prefill engine's address"] = match.warning
+    _show_verdict(console, problems, list(warnings))
+    if match is not None and match.misfit:
         console.print("  (In the decode engine's words: it is the one that reads, and that refuses.)")
     if json_output:
-        print(json.dumps(_as_json(findings, match, problems)))
+        texts = [f"{name}: {text}" for name, text in warnings.items()]
+        print(json.dumps(_as_json(findings, match, problems, texts)))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -121,20 +136,15 @@ def _source(role: str, url: str | None, config: Path | None) -> str | Path | Non
 
 def _match(prefill: str | Path, decode: str | Path) -> Match:
     """Ask or lay out both sides and compare them; an error becomes the reason why they cannot exchange."""
-    sides: list[Side | None] = [None, None]
-    roles = ""
+    ours, theirs = _side(decode), _side(prefill)
+    if ours.unknown or theirs.unknown:
+        return Match(theirs, ours, None)
+    roles = why_roles_do_not_fit(theirs.kv_role, ours.kv_role)
+    warning = _unreachable(prefill, decode, theirs.ranks)
     try:
-        for number, source in enumerate((prefill, decode)):
-            sides[number] = _side(source)
-        assert sides[0] is not None
-        assert sides[1] is not None
-        roles = why_roles_do_not_fit(sides[0].kv_role, sides[1].kv_role)
-        found = survey(sides[0].layouts, sides[1].layouts, TOKENS)
+        return Match(theirs, ours, survey(theirs.layouts, ours.layouts, TOKENS), "", roles, warning)
     except StateFerryError as e:
-        return Match(sides[0], sides[1], None, str(e), roles)
-    return Match(
-        sides[0], sides[1], found, wrong_roles=roles, warning=_unreachable(prefill, decode, sides[0].ranks)
-    )
+        return Match(theirs, ours, None, str(e), roles, warning)
 
 
 def _unreachable(prefill: str | Path, decode: str | Path, ranks: Sequence[RankAddress]) -> str:
@@ -144,6 +154,14 @@ def _unreachable(prefill: str | Path, decode: str | Path, ranks: Sequence[RankAd
 
 
 def _side(source: str | Path) -> Side:
+    """What is known of one engine, or why nothing is."""
+    try:
+        return _known_side(source)
+    except StateFerryError as e:
+        return Side(str(source), (), unknown=str(e))
+
+
+def _known_side(source: str | Path) -> Side:
     if isinstance(source, str):
         answer = ask_engine(source)
         return Side(source, answer.layouts, answer.ranks, answer.kv_role)
@@ -176,8 +194,11 @@ def _show_match(console: Console, match: Match) -> None:
     for heading in ("", "engine", "role", "rank", "listens on", "epoch", "blocks"):
         table.add_column(heading, overflow="fold")
     for role, side in (("prefill", match.prefill), ("decode", match.decode)):
-        for number, layout in enumerate(side.layouts if side is not None else ()):
-            assert side is not None
+        if side.unknown:
+            table.add_row(
+                role, _plain(side.source), "-", "-", "[bold red]not known: see below[/bold red]", "-", "-"
+            )
+        for number, layout in enumerate(side.layouts):
             address = side.ranks[number] if side.ranks else None
             table.add_row(
                 role if number == 0 else "",
@@ -193,7 +214,6 @@ def _show_match(console: Console, match: Match) -> None:
         console.print(f"\n{match.warning}", markup=False, highlight=False)
     if match.survey is None:
         return
-    assert match.decode is not None
     layout = match.decode.layouts[0]
     show_groups(console, layout)
     show_moves(console, [match.survey], layout)
@@ -202,13 +222,19 @@ def _show_match(console: Console, match: Match) -> None:
         console.print("\nThey can exchange: the hand-shake compares the same fields.", highlight=False)
 
 
-def _show_verdict(console: Console, problems: Sequence[str]) -> None:
-    if not problems:
+def _show_verdict(console: Console, problems: Sequence[str], warned: Sequence[str]) -> None:
+    """As many problems and warnings as the tables show. `warned`: of what."""
+    if problems:
+        console.print("\n[bold red]Problems:[/bold red]")
+        for problem in problems:
+            console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+    else:
         console.print("\n[bold green]No problem found.[/bold green]")
-        return
-    console.print("\n[bold red]Problems:[/bold red]")
-    for problem in problems:
-        console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+    if warned:
+        number = "One warning" if len(warned) == 1 else f"{len(warned)} warnings"
+        console.print(
+            f"[yellow]{number}[/yellow]: {_plain(', '.join(warned))}.", highlight=False, soft_wrap=True
+        )
 
 
 def _plain(text: str) -> str:
@@ -222,10 +248,13 @@ def _block_count(layout: CacheLayout) -> int:
     )
 
 
-def _as_json(findings: Sequence[Finding], match: Match | None, problems: Sequence[str]) -> dict[str, Any]:
+def _as_json(
+    findings: Sequence[Finding], match: Match | None, problems: Sequence[str], warnings: Sequence[str]
+) -> dict[str, Any]:
     return {
         "passed": not problems,
         "problems": list(problems),
+        "warnings": list(warnings),
         "findings": [
             {"name": f.name, "verdict": f.verdict.value, "found": f.found, "cure": f.cure} for f in findings
         ],
@@ -235,8 +264,8 @@ def _as_json(findings: Sequence[Finding], match: Match | None, problems: Sequenc
 
 def _match_json(match: Match) -> dict[str, Any]:
     return {
-        "can_exchange": not (match.problem or match.wrong_roles),
-        "problem": match.problem,
+        "can_exchange": not match.problems,
+        "problem": match.misfit or match.prefill.unknown or match.decode.unknown,
         "wrong_roles": match.wrong_roles,
         "warning": match.warning,
         "prefill": _side_json(match.prefill),
@@ -245,8 +274,8 @@ def _match_json(match: Match) -> dict[str, Any]:
     }
 
 
-def _side_json(side: Side | None) -> dict[str, Any] | None:
-    if side is None:
+def _side_json(side: Side) -> dict[str, Any] | None:
+    if side.unknown:
         return None
     return {
         "source": side.source,
