@@ -7,17 +7,16 @@ every connection whose hand-shake failed before that: another key, none at all, 
 import logging
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.quiet import LogLimit
+from stateferry.ferry.socket_events import EVENTS_PER_TURN, SocketEvents
 from stateferry.session import Clock, Counters
 
 logger = logging.getLogger(__name__)
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"stateferry"
-EVENTS_PER_TURN = 256
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -56,35 +55,26 @@ class Guard:
             listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             listener.curve_server = True
             listener.curve_secretkey = key.secret
-        self._listener = listener
-        listener.monitor("inproc://stateferry.listener", FAILED)
-        self._failures = context.socket(zmq.PAIR)
-        self._failures.setsockopt(zmq.LINGER, 0)
-        # No limit: where one is reached, ZeroMQ's own thread waits, and with it every connection.
-        self._failures.setsockopt(zmq.RCVHWM, 0)
-        self._failures.connect("inproc://stateferry.listener")
+        self._failures = SocketEvents(context, listener, FAILED)
 
     @property
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """What the ferry must poll for us."""
-        return [self._failures] if self._zap is None else [self._zap, self._failures]
+        failures = self._failures.socket
+        return [failures] if self._zap is None else [self._zap, failures]
 
     def receive(self, counters: Counters) -> None:
         """Judge who wants in; count who was turned away."""
         if self._zap is not None:
             self._judge(self._zap, counters)
-        for _ in range(EVENTS_PER_TURN):
-            try:
-                recv_monitor_message(self._failures, zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for _ in range(self._failures.take()):
             self._turned_away(counters, "it has another key or none, or speaks something else")
 
     def close(self) -> None:
         """Stop watching; before the listener is closed."""
-        self._listener.disable_monitor()
-        for socket in self.sockets:
-            socket.close(linger=0)
+        self._failures.close()
+        if self._zap is not None:
+            self._zap.close(linger=0)
 
     def _judge(self, zap: "zmq.Socket[bytes]", counters: Counters) -> None:
         for _ in range(EVENTS_PER_TURN):

@@ -1,11 +1,12 @@
 """A consumer rank's connection to one producer rank, for one life of it.
 
 greeting --Welcome, layouts fit, transport connects--> ready
+    |   ^------control connection broke, nothing open------+
     |
     +--Refusal, mismatch, deadline, transport refuses--> failed (tried again after a pause)
 
-A ready link whose connection broke greets again and stays ready meanwhile: what is under way over the old
-connection is not disturbed by another hand-off's trouble.
+A ready link whose transport's connection broke greets again and stays ready meanwhile: what is under way over
+the old connection is not disturbed by another hand-off's trouble.
 """
 
 import enum
@@ -17,6 +18,7 @@ from stateferry.config import Config
 from stateferry.errors import LayoutError, OfferRefused, ProtocolError, StateFerryError
 from stateferry.ferry.guard import secure_client
 from stateferry.ferry.keys import ControlKey
+from stateferry.ferry.socket_events import SocketEvents
 from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
 from stateferry.layout.plan import Plan, make_plan
@@ -37,6 +39,14 @@ from stateferry.wire import (
     encode_message,
 )
 
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 15,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""A machine that says nothing for half a minute is taken for gone: 15 s of silence, then three questions."""
+
 
 class LinkState(enum.Enum):
     """Whether hand-offs can go over a link."""
@@ -52,6 +62,8 @@ class Link:
 
     address: RankAddress
     socket: "zmq.Socket[bytes]"
+    breaks: SocketEvents
+    """Of the socket's connection."""
     deadline_s: float
     """Of the hand-shake while greeting; when to try again once failed."""
     state: LinkState = LinkState.GREETING
@@ -71,6 +83,8 @@ class Link:
     """How many were made; `peer` is the last."""
     greeting_again: bool = False
     """Whether a ready link waits for the hand-shake of its next connection."""
+    broke: bool = False
+    """Whether the socket's connection broke since the greeting that made the link ready, or is to."""
     greeted_s: float = 0.0
     repeat_at_s: float = float("inf")
     repeat_pause_s: float = 0.0
@@ -156,6 +170,7 @@ class Link:
 
     def close(self) -> None:
         """Close the socket; its peer is for whoever knows what is pending over it."""
+        self.breaks.close()
         self.socket.close(linger=1000)
 
     def _refused(self, error: Exception) -> None:
@@ -205,6 +220,10 @@ def open_socket(
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    # Asks the peer's kernel, not the peer: an engine that is slow to answer keeps its connection, a machine
+    # that is gone loses it. Nothing of it is sent while other bytes are under way.
+    for option, value in KEEPALIVE.items():
+        socket.setsockopt(option, value)
     host = f"[{address.host}]" if ":" in address.host else address.host
     socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
     try:

@@ -9,6 +9,7 @@ import zmq
 from stateferry.config import Config
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import Link, LinkState, open_socket
+from stateferry.ferry.socket_events import SocketEvents
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Cause, Clock, pause_s
 from stateferry.telemetry import Tally, refusal_label
@@ -23,6 +24,8 @@ MAX_LINKS = 512
 """Most links at a time: an offer comes through a client, who could name any number of addresses."""
 MAX_PAUSE_S = 30.0
 """Longest pause before a peer that could not be met is tried again; then it is forgotten, too."""
+LOOK_S = 0.25
+"""How often connections are looked after: there may be many links, and a turn takes microseconds."""
 REPEAT_S = 1.0
 """A greeting without an answer is repeated after so long, and then after twice that, and so on: a connection
 that breaks while machines are busy takes the messages on it along, and ZeroMQ makes a new one silently."""
@@ -59,6 +62,7 @@ class Links:
         self._on_settled = on_settled
         self.tally = Tally()
         self._links: dict[RankAddress, Link] = {}
+        self._next_look_s = 0.0
         self._retired: list[Peer] = []
         """Connections that got a successor, or whose link was dropped, until nothing is pending over them."""
 
@@ -95,7 +99,12 @@ class Links:
             raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
         deadline_s = now_s + self._config.handshake_timeout_s
         socket = open_socket(self._context, address, self._key)
-        link = Link(address, socket, deadline_s, failures=failures, room=self._room)
+        try:
+            breaks = SocketEvents(self._context, socket, zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        link = Link(address, socket, breaks, deadline_s, failures=failures, room=self._room)
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)
         self._greet(link)
@@ -142,6 +151,9 @@ class Links:
     def tick(self, renew: Callable[[Link, float], None]) -> None:
         """Hand-shakes that took too long, renewals that are due, links that nobody needs."""
         now_s = self._clock.now_s()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self._look_at_connections(now_s)
         for link in list(self._links.values()):
             patience_s = self._config.handshake_timeout_s
             if link.state is LinkState.GREETING and now_s >= link.deadline_s:
@@ -174,6 +186,21 @@ class Links:
             self._drop(link)
         self.sweep(tuple)
 
+    def _look_at_connections(self, now_s: float) -> None:
+        """Doubt links whose connection broke: their peers died, or were restarted, or live on.
+
+        Not while a hand-off is open over one: its lease and its deadlines decide, and a peer that comes back
+        in time is still the one that it claimed from.
+        """
+        for link in self._links.values():
+            link.broke |= link.breaks.take() > 0
+            if link.broke and link.state is LinkState.READY and not link.requests:
+                logger.info("%s:%d: connection broke; greeting again", link.address.host, link.address.port)
+                self._retire(link)
+                link.state, link.greeting_again = LinkState.GREETING, False
+                link.deadline_s = now_s + self._config.handshake_timeout_s
+                self._greet(link)
+
     def _count_refusal(self, link: Link) -> None:
         if link.refused_field:
             self.tally.add("stateferry_refusals", refusal_label(link.refused_field))
@@ -196,6 +223,8 @@ class Links:
         self._send_greeting(link, REPEAT_S)
 
     def _send_greeting(self, link: Link, pause_s: float) -> None:
+        if link.state is LinkState.GREETING:
+            link.broke = False  # whoever answers this one is there
         link.repeat_pause_s = pause_s
         link.repeat_at_s = self._clock.now_s() + pause_s
         link.greet(self._layout, self._encoded_layout, self._transport.name, self._software)
@@ -210,11 +239,15 @@ class Links:
 
     def _drop(self, link: Link) -> None:
         self._poller.unregister(link.socket)
+        self._retire(link)
+        link.close()
+        del self._links[link.address]
+
+    def _retire(self, link: Link) -> None:
+        """Its connection of the transport is closed once nothing is pending over it."""
         if link.peer is not None:
             self._retired.append(link.peer)
             link.peer = None
-        link.close()
-        del self._links[link.address]
 
 
 def _due_s(link: Link) -> float:

@@ -35,7 +35,7 @@ WIND_DOWN_LOOK_S = 0.02
 HANDSHAKE_MS = 10_000
 """A connection that has not shown who it is by then is closed."""
 MAX_SOCKETS = 2048
-"""More than all links and what watches the listener."""
+"""More than all links, what watches them, and what watches the listener."""
 
 
 class Loop:

@@ -137,8 +137,9 @@ METRICS: dict[str, Metric] = {
             "stateferry_peers",
             MetricKind.GAUGE,
             "Producer ranks that this engine's ranks know, added up, as of the last step. greeting: "
-            "asked. ready: hand-offs go. failed: left alone for a while. One that nobody needs for ten "
-            "minutes is forgotten.",
+            "asked. ready: hand-offs go; one that dies or is restarted while nothing is under way is asked "
+            "anew, at once, or after half a minute where its whole machine is gone. failed: left alone for "
+            "a while. One that nobody needs for ten minutes, or that failed, is forgotten.",
             "state",
             ("greeting", "ready", "failed"),
         ),

@@ -1,0 +1,39 @@
+"""What becomes of a socket's connections. ZeroMQ makes and mends them on a thread of its own, and tells of it
+only where somebody asked."""
+
+import zmq
+
+EVENTS_PER_TURN = 256
+
+
+class SocketEvents:
+    """Hears of one socket's events until `close`. One thread, the socket's own. Raises ZMQError where ZeroMQ
+    has no more sockets or file descriptors."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", watched: "zmq.Socket[bytes]", events: int
+    ) -> None:
+        """`events`: ZeroMQ's EVENT_ numbers, added up."""
+        address = f"inproc://stateferry.events.{id(self)}"
+        self._watched = watched
+        self.socket = context.socket(zmq.PAIR)
+        """Readable when there is something to take."""
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # No limit: where one is reached, ZeroMQ's own thread waits, and with it every connection.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        watched.monitor(address, events)
+        self.socket.connect(address)
+
+    def take(self) -> int:
+        """How many there were since the last call, at most `EVENTS_PER_TURN`. Never waits."""
+        for count in range(EVENTS_PER_TURN):
+            try:
+                self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return count
+        return EVENTS_PER_TURN
+
+    def close(self) -> None:
+        """Stop listening; before the watched socket is closed."""
+        self._watched.disable_monitor()
+        self.socket.close(linger=0)
