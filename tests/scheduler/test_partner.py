@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from harness import HYBRID, Pair, wait
 
-from stateferry.vllm import scheduler
+from stateferry.vllm import partner, scheduler
 from stateferry.vllm.partner import ENOUGH
 
 pytestmark = pytest.mark.scheduler
@@ -41,6 +41,17 @@ def test_a_decode_engine_that_never_gets_an_offer_says_so_once(caplog: pytest.Lo
         (line,) = said(caplog)
         assert "Is the router sending kv_transfer_params?" in line
         pair.check_idle()
+
+
+def test_a_decode_engine_whose_offers_stop_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partner, "LONG_S", 0.0)
+    with Pair(HYBRID) as pair:
+        pair.hand_off(prompt_of(0))
+        plain(pair, ENOUGH + 3)
+        (line,) = said(caplog)
+        assert "none brought an offer (the last one came 0 s ago)" in line
 
 
 def test_a_decode_engine_with_one_offer_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

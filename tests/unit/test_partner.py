@@ -1,4 +1,4 @@
-"""An engine whose partner never comes says so in one line, once; every other engine says nothing."""
+"""An engine whose partner does not come says so in one line, once; every other engine says nothing."""
 
 import logging
 from collections.abc import Callable
@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from stateferry.layout.spec import Group, GroupKind
+from stateferry.session import VirtualClock
 from stateferry.vllm import partner
-from stateferry.vllm.partner import ENOUGH, EXPIRED, TAKEN, PartnerWatch
+from stateferry.vllm.partner import ENOUGH, EXPIRED, LONG_S, TAKEN, PartnerWatch
 
 BLOCK = 16
 LONG = BLOCK + 1
@@ -18,8 +19,10 @@ GROUPS = (
 OFFERS, TAKERS = "none brought an offer", "expired unclaimed"
 
 
-def watch(produces: bool = False, consumes: bool = False, tp_size: int = 1) -> PartnerWatch:
-    return PartnerWatch(GROUPS, tp_size, 15.0, produces=produces, consumes=consumes)
+def watch(
+    produces: bool = False, consumes: bool = False, tp_size: int = 1, clock: VirtualClock | None = None
+) -> PartnerWatch:
+    return PartnerWatch(GROUPS, tp_size, 15.0, clock or VirtualClock(), produces=produces, consumes=consumes)
 
 
 Scene = Callable[[], None]
@@ -61,6 +64,38 @@ def one_offer() -> None:
         engine.answered(LONG)
 
 
+def offers_that_stopped() -> None:
+    """Symptom: a router lost its prefill leg, the decode engine computed everything, and nobody was told."""
+    clock = VirtualClock()
+    engine = watch(consumes=True, clock=clock)
+    engine.offer_came()
+    clock.advance(1.25 * LONG_S)
+    for _ in range(3 * ENOUGH):
+        engine.answered(LONG)
+    clock.advance(100 * LONG_S)
+    engine.answered(LONG)
+
+
+def few_requests_for_long() -> None:
+    clock = VirtualClock()
+    engine = watch(consumes=True, clock=clock)
+    engine.offer_came()
+    for _ in range(ENOUGH - 1):
+        clock.advance(LONG_S)
+        engine.answered(LONG)
+
+
+def an_offer_now_and_then() -> None:
+    """Between them, more than enough requests without: prompts that the router finds too short for one."""
+    clock = VirtualClock()
+    engine = watch(consumes=True, clock=clock)
+    for _ in range(10):
+        engine.offer_came()
+        clock.advance(0.9 * LONG_S)
+        for _ in range(2 * ENOUGH):
+            engine.answered(LONG)
+
+
 def taken_once(how: int) -> Scene:
     def scene() -> None:
         engine = watch(produces=True)
@@ -94,6 +129,9 @@ SCENES: dict[Scene, str] = {
     early_prefill: "",
     short_prompts: "",
     one_offer: "",
+    offers_that_stopped: OFFERS,
+    few_requests_for_long: "",
+    an_offer_now_and_then: "",
     **{taken_once(how): "" for how in range(len(TAKEN))},
     both_roles_without_offers: "",
     prefill_that_answers_whole_requests: "",
@@ -120,17 +158,38 @@ def test_a_lonely_engine_is_told_once_and_no_other(caplog: pytest.LogCaptureFixt
 def test_the_line_names_the_number_and_the_cure(caplog: pytest.LogCaptureFixture) -> None:
     lonely_decode()
     lonely_prefill()
-    decode, prefill = caplog.messages
+    offers_that_stopped()
+    decode, prefill, stopped = caplog.messages
     assert decode.startswith(f"{ENOUGH} requests have finished")
     assert "Is the router sending kv_transfer_params?" in decode
+    assert "the last one never came" in decode
+    assert "the last one came 75 s ago" in stopped
     assert prefill.startswith(f"all {ENOUGH} offers")
     assert "after 15 s" in prefill
     assert all("stateferry doctor" in line for line in caplog.messages)
 
 
+def test_missing_offers_are_told_again_only_after_some_came(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    engine = watch(consumes=True, clock=clock)
+
+    def plain() -> int:
+        """Lines in the log after many requests without an offer."""
+        for _ in range(3 * ENOUGH):
+            clock.advance(LONG_S)
+            engine.answered(LONG)
+        return len(caplog.messages)
+
+    assert [plain(), plain()] == [1, 1]
+    engine.offer_came()
+    assert [plain(), plain()] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "noticed"),
     [
+        ("LONG_S", 0.0, "one_offer"),
+        ("LONG_S", 10**9, "offers_that_stopped"),
         ("ENOUGH", 0, "early_decode"),
         ("ENOUGH", 10**6, "lonely_decode"),
         ("TAKEN", (), "scene"),

@@ -16,6 +16,7 @@ from typing import Any
 from stateferry.config import Config
 from stateferry.ids import EngineId, RequestId
 from stateferry.layout.spec import Group
+from stateferry.session import SystemClock
 from stateferry.vllm.metadata import StateFerryMetadata, StateFerryWorkerMetadata
 from stateferry.vllm.numbers import Numbers
 from stateferry.vllm.offering import ANSWERED, Finished, Offering
@@ -46,7 +47,9 @@ class SchedulerHalf:
         self.offering = Offering(config, engine_id, groups, hash_block_tokens, spoken, self.numbers)
         self.taking = Taking(config, groups, tp_size, spoken, self.numbers)
         self.spans = Spans()
-        self._partner = PartnerWatch(groups, tp_size, config.lease_s, produces=produces, consumes=consumes)
+        self._partner = PartnerWatch(
+            groups, tp_size, config.lease_s, SystemClock(), produces=produces, consumes=consumes
+        )
         self._produces = produces
         self._consumes = consumes
         self._step = 0
