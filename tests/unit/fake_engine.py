@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from stateferry.bench.arms import Arm
+from stateferry.testing.local_server import LocalServer
 
 RECEIVED = {
     "outcome": "received",
@@ -16,8 +17,8 @@ RECEIVED = {
 }
 
 
-class FakeEngine:
-    """`bodies` has every request; `fails` answers that many with an error."""
+class FakeEngine(LocalServer):
+    """Answers until `close`. `bodies` has every request; `fails` answers that many with an error."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -88,12 +89,9 @@ class FakeEngine:
 
             def log_message(self, *args: object) -> None: ...
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
+        super().__init__(Handler)
         self.child = self
+        self.__enter__()
 
     def freeze(self) -> None:
         """As `Child.freeze`, only noted."""
@@ -106,9 +104,7 @@ class FakeEngine:
     def close(self) -> None:
         """End it, and all its answers."""
         self._ended.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.__exit__(None, None, None)
 
 
 def fake_arm(name: str) -> tuple[Arm, FakeEngine, FakeEngine]:

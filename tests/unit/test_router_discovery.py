@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import yaml
 
 from stateferry.stack import AnswerError, Client, Server, Stack
 from stateferry.stack.ports import HeldPort
+from stateferry.testing.local_server import LocalServer
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "stateferry"
@@ -40,13 +41,6 @@ class Answering(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no news."""
 
 
 class FakeEngine(Answering):
@@ -152,16 +146,12 @@ def kubernetes(tmp_path: Path) -> Iterator[tuple[int, Path, list[tuple[str, dict
     engine = type("Engine", (FakeEngine,), {"asked": asked})
     api = type("Api", (FakeKubernetes,), {"pods": pods, "over": over})
     with ExitStack() as stack:
-        servers = [stack.enter_context(QuietServer((PREFILL, 0), engine))]
-        port = servers[0].server_address[1]
-        servers += [stack.enter_context(QuietServer((a, port), engine)) for a in (DECODE, OTHER)]
-        servers.append(stack.enter_context(QuietServer(("127.0.0.1", 0), api)))
-        for server in servers:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.shutdown)
+        port = stack.enter_context(LocalServer(engine, PREFILL)).port
+        for address in (DECODE, OTHER):
+            stack.enter_context(LocalServer(engine, address, port))
+        url = stack.enter_context(LocalServer(api)).url
         stack.callback(over.set)
         path = tmp_path / "kubeconfig"
-        url = f"http://127.0.0.1:{servers[-1].server_address[1]}"
         path.write_text(
             json.dumps(
                 {

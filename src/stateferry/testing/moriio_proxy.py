@@ -9,7 +9,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -18,8 +18,8 @@ import msgspec
 import zmq
 
 from stateferry.moriio import parse_address, request_id
+from stateferry.testing.local_server import HOST, LocalServer
 
-HOST = "127.0.0.1"
 PICKED = ("remote_engine_id", "remote_block_ids", "transfer_id")
 POLL_MS = 50
 LEG_TIMEOUT_S = 120.0
@@ -42,7 +42,7 @@ class Legs(NamedTuple):
     decode_params: Mapping[str, Any]
 
 
-class MoriioProxy:
+class MoriioProxy(LocalServer):
     """Listens from `__enter__` to `__exit__`."""
 
     def __init__(
@@ -61,17 +61,12 @@ class MoriioProxy:
         self._stopped = threading.Event()
         self._ping_port = ping_port
         self._http = httpx.Client(timeout=LEG_TIMEOUT_S, trust_env=False)
-        self._server = ThreadingHTTPServer((HOST, 0), _handler(self))
-        self.url = f"http://{HOST}:{self._server.server_port}"
-        self._threads = [
-            threading.Thread(target=self._server.serve_forever, name="moriio-proxy", daemon=True),
-            threading.Thread(target=self._listen, name="moriio-proxy-pings", daemon=True),
-        ]
+        self._pings = threading.Thread(target=self._listen, name="moriio-proxy-pings", daemon=True)
+        super().__init__(_handler(self))
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
+        self._pings.start()
+        return super().__enter__()
 
     def __exit__(
         self,
@@ -80,10 +75,8 @@ class MoriioProxy:
         traceback: TracebackType | None,
     ) -> None:
         self._stopped.set()
-        self._server.shutdown()
-        self._server.server_close()
-        for thread in self._threads:
-            thread.join()
+        super().__exit__(exc_type, exc, traceback)
+        self._pings.join()
         self._http.close()
 
     def wait_registered(self, timeout_s: float) -> bool:
