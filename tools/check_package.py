@@ -1,10 +1,11 @@
 """Build the wheel and install it into clean environments, as its users do. Minutes, gigabytes.
 
-    make package                       without extras, then [cpu]; the other extras are only resolved
+    make package                       without extras, [mooncake], [cpu]; the other extras are only resolved
     make package ARGS="--only bare"    without extras, half a minute
 
 Each environment must print its versions, load neither torch nor vLLM on import, and pass `stateferry doctor`:
-without extras that means to name torch and vllm as missing, and nothing else as a problem.
+without [cpu] that means to name torch and vllm as missing, and nothing else as a problem. The doctor must
+find what the extra brings.
 """
 
 import argparse
@@ -20,10 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
-RESOLVED = ("cuda", "rocm", "mooncake")
-"""Installed nowhere here: for other machines, or large."""
-PROBLEMS = {"bare": {"torch", "vllm"}, "cpu": set()}
+RESOLVED = {
+    "cuda": "vLLM for CUDA asks for another torch than the CPU build that is pinned here",
+    "rocm": "vLLM for ROCm comes first, and MoRI has wheels for Python 3.12 only",
+}
+"""Extras that pip only looks for, and why they are not installed."""
+PROBLEMS: dict[str, set[str]] = {"bare": {"torch", "vllm"}, "mooncake": {"torch", "vllm"}, "cpu": set()}
 """What the doctor must object to, by environment."""
+BRINGS: dict[str, set[str]] = {
+    "bare": set(),
+    "mooncake": {"mooncake"},
+    "cpu": {"torch", "vllm", "nixl", "vllm-router"},
+}
+"""What it must find, by environment."""
 
 
 Done = subprocess.CompletedProcess[str]
@@ -62,6 +72,9 @@ def install(python: Path, wheel: Path, extra: str) -> None:
         pip(python, "install", wheel)
         return
     constraints = ("--constraint", ROOT / "requirements" / "cpu.txt")
+    if "torch" not in BRINGS[extra]:
+        pip(python, "install", f"{wheel}[{extra}]", *constraints)
+        return
     if pip(python, "install", TORCH, *constraints, check=False).returncode:
         pip(python, "install", "--no-deps", "--index-url", TORCH_CPU_INDEX, TORCH)
     pip(python, "install", f"{wheel}[{extra}]", *constraints)
@@ -82,6 +95,9 @@ def examine(python: Path, extra: str, folder: Path) -> list[str]:
     problems = {text.partition(":")[0] for text in told["problems"]} - {"devices"}
     if problems != PROBLEMS[extra]:
         found.append(f"doctor objects to {sorted(problems)}, expected {sorted(PROBLEMS[extra])}")
+    there = {f["name"] for f in told["findings"] if not f["found"].startswith("not installed")}
+    if missing := BRINGS[extra] - there:
+        found.append(f"doctor does not find {sorted(missing)}")
     if report.returncode != bool(told["problems"]):
         found.append(f"doctor ended with {report.returncode}")
     print(f"package: [{extra}] {versions}; doctor objects to {sorted(problems) or 'nothing'}")
@@ -91,7 +107,8 @@ def examine(python: Path, extra: str, folder: Path) -> list[str]:
 def resolve(python: Path, wheel: Path, extra: str) -> list[str]:
     """Whether pip finds everything that an extra asks for."""
     result = pip(python, "install", "--dry-run", "--ignore-installed", f"{wheel}[{extra}]", check=False)
-    print(f"package: [{extra}] {'can' if not result.returncode else 'CANNOT'} be resolved")
+    can = "can" if not result.returncode else "CANNOT"
+    print(f"package: [{extra}] {can} be resolved; it is not installed: {RESOLVED[extra]}")
     return [] if not result.returncode else [f"[{extra}]: {result.stderr.strip().splitlines()[-1]}"]
 
 

@@ -17,6 +17,16 @@ TAIL = """
 Every series has vLLM's labels, too: `model_name`, and `engine`, the number of the data-parallel engine. A
 series that never happened is there as 0. `stateferry top` shows the most telling ones.
 
+`prometheus_client` adds a series `…_created` (the date of its birth) to every counter and histogram, vLLM's
+like ours. The switch for that is one for the whole process, so StateFerry leaves it as it is: vLLM's own
+series are not ours to take away. To read ours without them:
+
+```sh
+curl -s http://127.0.0.1:8200/metrics | grep '^stateferry_' | grep -v '_created{'
+```
+
+or start the engine with `PROMETHEUS_DISABLE_CREATED_SERIES=True`, and nobody has any.
+
 ## What is added up, and where
 
 - **Tensor-parallel ranks** tell the engine's scheduler, which counts a hand-off once whatever their number:
@@ -25,8 +35,8 @@ series that never happened is there as 0. `stateferry top` shows the most tellin
 - **Data-parallel engines** behind one API server are told apart by `engine`; add them up in the query. With
   several API servers vLLM's multi-process mode adds up counters and histograms, and keeps the last value of
   a gauge.
-- **An idle engine takes no steps.** What a ferry sees meanwhile (a lease that ended, a peer that came) is
-  told with the engine's next step.
+- **An idle engine takes no steps.** What a ferry sees meanwhile (a lease that ended, a peer that came or
+  died) is told with the engine's next step.
 
 ## Which request was that
 

@@ -1,15 +1,19 @@
 """The wheel that people install: what is in it, and that it works away from the source."""
 
+import json
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Collection
 from configparser import ConfigParser
 from email.parser import Parser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from tests.programs import loaded
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {"cpu", "cuda", "rocm", "mooncake", "dev"}
@@ -163,3 +167,39 @@ def test_the_installed_command_lists_its_commands(installed: Path) -> None:
 def test_the_installed_model_is_whole(installed: Path) -> None:
     code = "from stateferry.models import RECALL_GDN; print((RECALL_GDN / 'config.json').stat().st_size > 0)"
     assert run_installed(installed, code) == "True"
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    return loaded(ROOT / "tools" / "check_package.py")
+
+
+def test_make_package_installs_every_extra_or_says_why_not(tool: ModuleType) -> None:
+    """Symptom: three extras were only resolved, one of them for no reason, and nothing said so."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    assert extras == (set(tool.PROBLEMS) | set(tool.RESOLVED)) - {"bare"}
+    assert set(tool.PROBLEMS) == set(tool.BRINGS)
+    assert not set(tool.PROBLEMS) & set(tool.RESOLVED)
+    assert all(tool.RESOLVED.values())
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [("0.3.13 (mooncake-transfer-engine-non-cuda)", []), ("not installed, needed for x", ["mooncake"])],
+)
+def test_an_extra_whose_library_the_doctor_does_not_find_is_noticed(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str, says: list[str]
+) -> None:
+    told = {
+        "problems": ["torch: not installed", "vllm: not installed"],
+        "findings": [{"name": "mooncake", "found": found}],
+    }
+
+    def run(*command: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
+        answers = {"version": "{}", "-I": "[]", "doctor": json.dumps(told)}
+        return subprocess.CompletedProcess(command, command[1] == "doctor", answers[str(command[1])])
+
+    monkeypatch.setattr(tool, "run", run)
+    problems = tool.examine(tmp_path / "python", "mooncake", tmp_path)
+    assert problems == [f"doctor does not find {says}" for _ in says]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from stateferry.ferry.link import LinkState
 from stateferry.layout import fingerprint
@@ -114,3 +115,28 @@ def test_every_query_of_the_page_names_metrics_that_exist() -> None:
             served |= {f"{metric.name}_{end}" for end in ("bucket", "sum", "count")}
     assert asked
     assert asked <= served
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/metrics.md"])
+def test_the_grep_that_pages_show_prints_our_series_and_none_of_their_birthdays(page: str) -> None:
+    """Symptom: `_created` lines drowned the answer."""
+    registry = CollectorRegistry()
+    labels = ["engine", "model_name"]
+    for metric in METRICS.values():
+        if metric.kind is MetricKind.COUNTER:
+            Counter(metric.name, "-", labels, registry=registry).labels("0", "m").inc()
+        elif metric.kind is MetricKind.HISTOGRAM:
+            Histogram(metric.name, "-", labels, buckets=metric.buckets, registry=registry).labels("0", "m")
+    Counter("vllm:request_success", "-", labels, registry=registry).labels("0", "m")
+    served = generate_latest(registry).decode()
+    ours = [line for line in served.splitlines() if line.startswith("stateferry_")]
+    assert any("_created" in line for line in ours), "there is nothing to leave out"
+    (pipe,) = re.findall(
+        r"^curl -s http://127.0.0.1:8200/metrics \| (grep '.*_created.*)$", text_of(page), re.M
+    )
+    shown = subprocess.run(["bash", "-c", pipe], input=served, capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines() == [line for line in ours if "_created" not in line]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
