@@ -146,8 +146,8 @@ def test_engines_that_do_not_fit_are_told_so_in_the_words_of_the_hand_shake(doct
     assert value["engines"]["problem"] == str(refusal.value)
     _, out, _ = doctor(*both(), engines=engines)
     assert "They can exchange" not in out
-    assert str(refusal.value) in out
-    assert "decode engine's words" in out
+    _, _, after = out.partition(str(refusal.value))
+    assert "decode engine's words" in after.partition("One warning")[0]
 
 
 @pytest.mark.parametrize(

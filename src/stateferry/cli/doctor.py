@@ -119,9 +119,7 @@ def doctor(
         problems += match.problems
         if match.warning:
             warnings["the prefill engine's address"] = match.warning
-    _show_verdict(console, problems, list(warnings))
-    if match is not None and match.misfit:
-        console.print("  (In the decode engine's words: it is the one that reads, and that refuses.)")
+    _show_verdict(console, problems, list(warnings), match is not None and bool(match.misfit))
     if json_output:
         texts = [f"{name}: {text}" for name, text in warnings.items()]
         print(json.dumps(_as_json(findings, match, problems, texts)))
@@ -222,12 +220,14 @@ def _show_match(console: Console, match: Match) -> None:
         console.print("\nThey can exchange: the hand-shake compares the same fields.", highlight=False)
 
 
-def _show_verdict(console: Console, problems: Sequence[str], warned: Sequence[str]) -> None:
-    """As many problems and warnings as the tables show. `warned`: of what."""
+def _show_verdict(console: Console, problems: Sequence[str], warned: Sequence[str], refused: bool) -> None:
+    """As many problems and warnings as the tables show. `warned`: of what. `refused`: caches do not fit."""
     if problems:
         console.print("\n[bold red]Problems:[/bold red]")
         for problem in problems:
             console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+        if refused:
+            console.print("  (In the decode engine's words: it is the one that reads, and that refuses.)")
     else:
         console.print("\n[bold green]No problem found.[/bold green]")
     if warned:
