@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_parts import CacheModel
-from harness import ATTENTION, HYBRID, HYBRID_UNCACHED, Engine, Pair
+from harness import ATTENTION, HYBRID, HYBRID_UNCACHED, Engine, Pair, wait
 from simulated_model import answer
 from steered_transport import TRIES
 from vllm.v1.engine import FinishReason
@@ -132,6 +132,20 @@ def test_a_producer_that_goes_away_while_the_request_queues() -> None:
         pair.run_until(lambda: not pair.consumer.busy, "the answer")
         assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
         pair.consumer.check_idle()
+
+
+def test_a_producer_that_died_while_nothing_was_under_way_is_told_with_the_next_step() -> None:
+    """Symptom: `stateferry_peers` called it ready for ten minutes."""
+    with Pair(HYBRID, handshake_timeout_s=0.3) as pair:
+        pair.hand_off(prompt_of(14))
+        pair.producer.worker_half.shutdown()
+        wait(
+            lambda: pair.consumer.ferry.levels()["stateferry_peers", "failed"] == 1, "the dead one to be seen"
+        )
+        pair.consumer.add(prompt_of(14, 1), max_tokens=2)
+        pair.run_until(lambda: not pair.consumer.busy, "the answer")
+        standing = pair.consumer.half.numbers._standing
+        assert [standing["stateferry_peers", s] for s in ("ready", "greeting", "failed")] == [0, 0, 1]
 
 
 def test_a_lease_that_runs_out_during_the_read_makes_it_worthless(monkeypatch: pytest.MonkeyPatch) -> None:

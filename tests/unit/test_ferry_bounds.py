@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
-from stateferry.ferry import links
+from stateferry.ferry import inquiries, links, loop
 from stateferry.ferry.producer import MESSAGES_PER_TURN, ProducerService
 from stateferry.ferry.quiet import INTERVAL_S, LogLimit
 from stateferry.ids import Epoch
@@ -129,3 +129,9 @@ def test_a_frame_that_is_too_large_is_never_taken_in() -> None:
         monitor.close(linger=0)
         assert producer.ferry.alive
         assert producer.ferry.counters.claimed == 0
+
+
+def test_there_are_sockets_for_all_links_and_all_questions_together() -> None:
+    """A link is watched by two more: ours, and ZeroMQ's on the other end of it."""
+    needed = 3 * links.MAX_LINKS + inquiries.MAX_PLACES + len(("listener", "zap", "failures", "monitor"))
+    assert needed < loop.MAX_SOCKETS

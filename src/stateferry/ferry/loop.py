@@ -34,8 +34,8 @@ pass."""
 WIND_DOWN_LOOK_S = 0.02
 HANDSHAKE_MS = 10_000
 """A connection that has not shown who it is by then is closed."""
-MAX_SOCKETS = 2048
-"""More than all links, what watches them, and what watches the listener."""
+MAX_SOCKETS = 4096
+"""More than all links with the two sockets that watch each, all questions, and the listener with its own."""
 
 
 class Loop:
