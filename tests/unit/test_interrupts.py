@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stateferry.cli.interrupts import EXIT_INTERRUPTED
+from stateferry.cli.interrupts import EXIT_INTERRUPTED, ends_on_interrupt
 from stateferry.cli.vllm_server import MODULE, SERVER
 from stateferry.models import RECALL_GDN
 
@@ -121,3 +121,16 @@ if __name__ == "__main__":
         assert (result.returncode, result.stderr) == (0, "")
         said.append(json.loads(result.stdout))
     assert said[0] == said[1] == [True, SERVER, True, ["--model", "m"]]
+
+
+def test_who_hears_or_ignores_the_signal_already_goes_on_doing_so() -> None:
+    """A command under nohup, or inside a program that has a handler."""
+    with ends_on_interrupt():
+        ends = signal.getsignal(signal.SIGINT)
+    assert ends is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for handler in (signal.SIG_IGN, lambda number, frame: None):
+        signal.signal(signal.SIGINT, handler)
+        with ends_on_interrupt():
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is handler
