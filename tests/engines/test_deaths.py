@@ -147,6 +147,12 @@ def test_the_prefill_engine_dies_after_the_read_and_comes_back_as_another(victim
         victims.hand_off(3, between=lambda params: _abort(kept(params)))
     victims.pair.prefill.child.kill()
     assert answer.result(100).decode.token_ids[:TOKENS] == victims.expected[2]
+
+    def ready() -> float:
+        victims.client.complete(victims.pair.decode.url, prompt_of(4), 1)  # an idle engine tells nothing
+        return victims.count("stateferry_peers", state="ready")
+
+    when(lambda: not ready(), "the dead engine to be called ready no more")
     victims.revive()
     # An offer of the dead engine, at the address of the living one.
     late = victims.client.complete(
