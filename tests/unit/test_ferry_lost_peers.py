@@ -41,7 +41,7 @@ def test_a_producer_that_died_while_nothing_was_under_way_is_not_called_ready() 
 
 def test_a_watch_that_hears_of_no_broken_connection_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hasty:
-        """A clock for tests that are to fail: their patience is over at the thousandth look."""
+        """A clock for tests that are to fail: their patience is over at the four hundredth look."""
 
         now_s = 0.0
 
@@ -49,7 +49,7 @@ def test_a_watch_that_hears_of_no_broken_connection_is_noticed(monkeypatch: pyte
             return self.now_s
 
         def sleep(self, seconds: float) -> None:
-            self.now_s += 0.02
+            self.now_s += 0.05
             nothing.wait(seconds)
 
     nothing = threading.Event()
