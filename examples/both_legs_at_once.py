@@ -3,7 +3,7 @@
     python examples/both_legs_at_once.py http://127.0.0.1:8100 127.0.0.1:5600 http://127.0.0.1:8200 \
         "the hat is in Quito . Leo Mason has the hat . where is Leo Mason"
 
-The second argument is where rank 0 of the prefill engine listens: `stateferry serve … --set port=5600`.
+The second argument is where rank 0 of the prefill engine listens: `stateferry serve … --kv-port 5600`.
 Prints the answer, and what the decode engine says that it received.
 """
 
