@@ -6,7 +6,6 @@ the engine does.
 
 import logging
 import math
-import time
 from contextlib import ExitStack
 
 import zmq
@@ -152,7 +151,7 @@ class Loop:
             self._quick_polls += 1
             if self._quick_polls >= QUICK_POLLS:
                 return 1
-            time.sleep(QUICK_PAUSE_S)
+            self.desk.stopping.wait(QUICK_PAUSE_S)
             return 0
         self._quick_polls = 0
         if open_here.reading_count:
