@@ -78,6 +78,34 @@ def test_offers_that_name_address_after_address_do_not_use_up_all_sockets(
         assert "3 producer ranks are known already" in results.reports[-1].reason
 
 
+def test_dead_addresses_that_nobody_waits_for_any_more_make_room_for_a_producer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client named 512 of them: for half a minute no hand-off met a producer that was not known before."""
+    monkeypatch.setattr(links, "MAX_LINKS", 3)
+    with EngineRank("p") as producer, EngineRank("d", config=Config(handshake_timeout_s=0.3)) as consumer:
+        for number in range(1, 4):
+            nowhere = RankAddress("127.0.0.1", 1, Epoch(number))
+            consumer.open(f"r{number}", replace(producer.offer(40, TABLES), ranks=(nowhere,)))
+        consumer.wait_lost("r3")
+        for number in range(1, 4):
+            consumer.close(f"r{number}")
+        assert not consumer.read("good", producer.grant(40, TABLES), ((5, 6, 7), (8,))).failed
+
+
+def test_an_offer_of_many_ranks_does_not_take_the_place_of_its_own_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "MAX_LINKS", 3)
+    with EngineRank("p") as producer, EngineRank("d", config=Config(handshake_timeout_s=30)) as consumer:
+        four = tuple(RankAddress("127.0.0.1", 1, Epoch(number)) for number in range(1, 5))
+        consumer.open("r", replace(producer.offer(40, TABLES), ranks=four))
+        assert consumer.wait_lost("r").lost == {"r"}
+        consumer.close("r")
+        assert "3 producer ranks are known already" in consumer.wait_idle().reports[-1].reason
+        assert not consumer.read("good", producer.grant(40, TABLES), ((5, 6, 7), (8,))).failed
+
+
 HUGE = {
     "region": lambda tree: tree.update(region_sizes_bytes=[1 << 63]),
     "offset": lambda tree: (

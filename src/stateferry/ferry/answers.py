@@ -54,6 +54,8 @@ class Answers:
                 self._handle(link, decode_frames(frames))
             except ProtocolError as e:
                 self._warn(link, f"sent what cannot be read: {e}")
+            except Exception:  # a defect, which one peer's message must not turn into everybody's
+                logger.exception("could not take what %s:%d said", link.address.host, link.address.port)
 
     def _warn(self, link: Link, what: str) -> None:
         """Say what a peer did, but not as often as it likes."""

@@ -81,19 +81,24 @@ class ConsumerService:
 
     def open(self, order: Open) -> None:
         """A request with an offer arrived: meet its producer and claim the offer."""
+        self.inquiries.opened(order.request_id)
         offer = order.offer
         now_s = self._clock.now_s()
         handoff = Handoff(order.request_id, offer, (), opened_s=now_s, met_s=now_s, trace=order.trace)
         self.open_here.handoffs[order.request_id] = handoff
+        links: list[Link] = []
         try:
             ranks = producer_ranks(self._layout.tp_rank, self._layout.tp_size, len(offer.ranks))
-            links = [self._links.meet(offer.ranks[rank]) for rank in ranks]
+            for rank in ranks:
+                links.append(self._links.meet(offer.ranks[rank]))
+                links[-1].requests.add(order.request_id)  # so that the next one does not take its place
         except (ValueError, zmq.ZMQError) as e:
+            for link in links:
+                link.requests.discard(order.request_id)
             self.open_here.fail(handoff, str(e), Cause.PEER)
             return
         handoff.ranks = ranks
         for link in links:
-            link.requests.add(order.request_id)
             if link.state is LinkState.FAILED:
                 self.open_here.fail(handoff, link.reason, link.cause)
             elif link.state is LinkState.READY:

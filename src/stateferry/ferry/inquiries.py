@@ -1,59 +1,42 @@
 """The consumer's side of both legs at once: asks producers for offers that are not made yet.
 
-asked --offer, or why there will be none--> answered
-  |----- no word from the producer, or time over -----> answered, with the reason
-  +----- its request ended --------------------------> forgotten; the producer is told
+asked --offer--> told --its request opens it--> the hand-off's
+  |               +---- its request ends, or cannot use it ----> forgotten; the producer is told
+  |----- why there will be none -----------------------> answered, with the reason
+  |----- no word from the producer, or time over -----> answered, with the reason; the producer is told
+  +----- its request ended --------------------------> forgotten; the producer is told, once it has answered
 
 The question is repeated, so that a connection that broke is noticed on either side. The producer is asked
 before any hand-shake: its life is not known yet, and the offer says it.
 """
 
-from dataclasses import dataclass, field
+import heapq
+import itertools
+import logging
 
 import zmq
 
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
+from stateferry.ferry.inquiry import Inquiry, Place
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.link import open_socket
-from stateferry.ids import Epoch, RequestId, TransferId
+from stateferry.ids import RequestId
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Answered, Clock, Expect, claimant_name
-from stateferry.wire import Await, AwaitAnswer, Message, Refusal, Release, decode_frames, encode_message
+from stateferry.wire import Await, AwaitAnswer, Message, Refusal, Release, ReleaseAnswer, decode_frames
+
+logger = logging.getLogger(__name__)
 
 REPEAT_S = 2.0
+SOON_S = 0.05
+"""When a question is asked again that found the queue of a producer full that answers."""
 MAX_PLACES = 512
 """Most producers that are asked at a time: a client could name any number of addresses."""
 IDLE_PLACE_S = 60.0
 MESSAGES_PER_TURN = 256
-
-
-@dataclass(slots=True)
-class Inquiry:
-    """One question that is not answered for good."""
-
-    expect: Expect
-    asked_s: float
-    heard_s: float
-    """When the producer last showed that it lives; at first, when it was asked."""
-    epoch: Epoch | None = None
-    """The life that said it would tell."""
-
-
-@dataclass(slots=True)
-class Place:
-    """Rank 0 of a producer."""
-
-    socket: "zmq.Socket[bytes]"
-    used_s: float
-    inquiries: dict[TransferId, Inquiry] = field(default_factory=dict)
-
-    def send(self, message: Message) -> None:
-        """Queue it without waiting; what does not fit is asked again."""
-        try:
-            self.socket.send(encode_message(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return
+QUESTIONS_PER_TURN = 256
+"""More at once than a producer takes up in a few of its turns would be lost, always the same ones."""
 
 
 class Inquiries:
@@ -75,47 +58,60 @@ class Inquiries:
         self._layout = layout
         self._key = key
         self._places: dict[tuple[str, int], Place] = {}
+        self._by_socket: dict[object, Place] = {}
+        self._waiting: dict[RequestId, Inquiry] = {}
+        self._told: dict[RequestId, Inquiry] = {}
+        """Offers that came, until their requests open them."""
+        self._due: list[tuple[float, int, Inquiry]] = []
+        """A heap: when to look at which question. One entry for each, which outlives it."""
+        self._numbers = itertools.count()
         self._answered: list[Answered] = []
-        self._repeat_at_s = float("inf")
+        self._look_at_s = float("inf")
+        """When to look for producers that nobody asks any more."""
 
     @property
     def open_count(self) -> int:
         """Questions that are not answered."""
-        return sum(len(place.inquiries) for place in self._places.values())
+        return len(self._waiting)
 
     def ask(self, expect: Expect) -> None:
-        """A request waits for an offer that its router named."""
+        """A request waits for an offer that its router named. `tick` sends the question."""
         if self._layout.tp_rank:
             return
         promise, now_s = expect.promise, self._clock.now_s()
-        where = (promise.address.host, promise.address.port)
-        place = self._places.get(where)
-        if place is None:
-            try:
-                if len(self._places) >= MAX_PLACES:
-                    raise ValueError(f"{MAX_PLACES} prefill engines are asked already; this one is not")
-                place = Place(open_socket(self._context, promise.address, self._key), now_s)
-            except (ValueError, zmq.ZMQError) as e:
-                self._answer(expect, f"{where[0]}:{where[1]} cannot be asked for its offer: {e}")
-                return
-            self._places[where] = place
-            self._poller.register(place.socket, zmq.POLLIN)
-        place.inquiries[promise.transfer_id] = Inquiry(expect, now_s, now_s)
-        place.send(Await(transfer_id=promise.transfer_id))
-        self._repeat_at_s = min(self._repeat_at_s, now_s + REPEAT_S)
+        host, port = promise.address.host, promise.address.port
+        try:
+            place = self._places.get((host, port)) or self._meet(expect, now_s)
+        except (ValueError, zmq.ZMQError) as e:
+            self._tell(expect, f"{host}:{port} cannot be asked for its offer: {e}")
+            return
+        other = place.inquiries.get(promise.transfer_id)
+        if other is not None and other.left:
+            self._end(other)
+        elif other is not None:
+            # Told apart by their scheduler half, which forgets; each must hear what becomes of it.
+            self._tell(expect, f"request {other.expect.request_id} waits for this offer already")
+            return
+        inquiry = Inquiry(expect, place, now_s)
+        place.inquiries[promise.transfer_id] = self._waiting[expect.request_id] = inquiry
+        self._look_again(inquiry, now_s)
+
+    def opened(self, request_id: RequestId) -> None:
+        """The request took the offer that came: it is the hand-off's to give back."""
+        self._told.pop(request_id, None)
 
     def close(self, request_id: RequestId) -> None:
-        """The request ended first. Its offer, if it is made yet, need not be kept for it."""
-        for place in self._places.values():
-            for transfer_id, inquiry in list(place.inquiries.items()):
-                if inquiry.expect.request_id == request_id:
-                    del place.inquiries[transfer_id]
-                    if inquiry.epoch is not None:
-                        place.send(self._release(transfer_id, inquiry))
+        """The request ended first, or cannot use what came. Its offer, if it is made, need not be kept."""
+        inquiry = self._told.pop(request_id, None) or self._waiting.pop(request_id, None)
+        if inquiry is not None and inquiry.epoch is None:
+            inquiry.left = True
+        elif inquiry is not None:
+            self._end(inquiry)
+            self._release(inquiry)
 
     def receive(self, socket: object) -> bool:
         """Read what a producer says. False: the socket is not of ours."""
-        place = next((p for p in self._places.values() if p.socket is socket), None)
+        place = self._by_socket.get(socket)
         if place is None:
             return False
         for _ in range(MESSAGES_PER_TURN):
@@ -127,31 +123,35 @@ class Inquiries:
                 self._handle(place, decode_frames(frames))
             except ProtocolError as e:
                 self._give_up(place, f"sent what cannot be read: {e}")
+            except Exception as e:  # a defect, which one peer's message must not turn into everybody's
+                logger.exception("could not take what %s said of an offer", place.name)
+                self._give_up(place, f"said what ended in a defect here: {e!r}")
         return True
 
     def tick(self) -> None:
         """Ask again, give up, and forget producers whom nobody asks any more."""
         now_s = self._clock.now_s()
-        if now_s < self._repeat_at_s:
-            return
-        self._repeat_at_s = float("inf")
-        for where, place in list(self._places.items()):
-            for transfer_id, inquiry in list(place.inquiries.items()):
-                if why := self._over(inquiry, now_s):
-                    del place.inquiries[transfer_id]
-                    self._answer(inquiry.expect, f"the prefill engine at {where[0]}:{where[1]} {why}")
-                else:
-                    place.send(Await(transfer_id=transfer_id))
-            if place.inquiries:
-                place.used_s = now_s
-            elif now_s >= place.used_s + IDLE_PLACE_S:
-                self._drop(where)
-        if self._places:
-            self._repeat_at_s = now_s + REPEAT_S
+        for _ in range(QUESTIONS_PER_TURN):
+            if not self._due or self._due[0][0] > now_s:
+                break
+            _, _, inquiry = heapq.heappop(self._due)
+            if inquiry.over:
+                continue
+            if why := self._why_over(inquiry, now_s):
+                self._end(inquiry)
+                self._release(inquiry)
+                self._answer(inquiry, f"the prefill engine at {inquiry.place.name} {why}")
+            else:
+                self._ask_now(inquiry, now_s)
+        if now_s >= self._look_at_s:
+            for place in list(self._places.values()):
+                if not place.inquiries and now_s >= place.used_s + IDLE_PLACE_S:
+                    self._drop(place)
+            self._look_at_s = now_s + IDLE_PLACE_S if self._places else float("inf")
 
     def next_deadline_s(self) -> float:
         """When `tick` has something to do; infinite if never."""
-        return self._repeat_at_s
+        return min(self._due[0][0] if self._due else float("inf"), self._look_at_s)
 
     def take_answered(self) -> list[Answered]:
         """What became of offers that requests wait for, since the last call."""
@@ -160,18 +160,52 @@ class Inquiries:
 
     def wind_down(self, reason: str) -> None:
         """Nobody will ask any more."""
-        for place in self._places.values():
-            for inquiry in place.inquiries.values():
-                self._answer(inquiry.expect, reason)
-            place.inquiries.clear()
+        for inquiry in list(self._waiting.values()):
+            self._end(inquiry)
+            self._answer(inquiry, reason)
 
     def shut(self) -> None:
-        """Close all connections."""
-        for where in list(self._places):
-            self._drop(where)
+        """Tell all producers that nothing is waited for any more, and close all connections."""
+        for request_id in [*self._waiting, *self._told]:
+            self.close(request_id)
+        for place in list(self._places.values()):
+            self._drop(place)
 
-    def _over(self, inquiry: Inquiry, now_s: float) -> str:
-        if now_s >= inquiry.heard_s + self._config.handshake_timeout_s:
+    def _meet(self, expect: Expect, now_s: float) -> Place:
+        """Raises ZMQError for an address that cannot be dialled, ValueError when too many are asked."""
+        address = expect.promise.address
+        if len(self._places) >= MAX_PLACES:
+            idle = [place for place in self._places.values() if not place.inquiries]
+            if not idle:
+                raise ValueError(f"{MAX_PLACES} prefill engines are asked already; this one is not")
+            self._drop(min(idle, key=lambda place: place.used_s))
+        place = Place(address.host, address.port, open_socket(self._context, address, self._key), now_s)
+        self._places[address.host, address.port] = self._by_socket[place.socket] = place
+        self._poller.register(place.socket, zmq.POLLIN)
+        self._look_at_s = min(self._look_at_s, now_s + IDLE_PLACE_S)
+        return place
+
+    def _ask_now(self, inquiry: Inquiry, now_s: float) -> None:
+        place = inquiry.place
+        place.used_s = now_s
+        sent = place.send(Await(transfer_id=inquiry.expect.promise.transfer_id))
+        busy = not sent and now_s < place.heard_s + REPEAT_S
+        self._look_again(inquiry, min(now_s + (SOON_S if busy else REPEAT_S), *self._ends_s(inquiry)))
+
+    def _look_again(self, inquiry: Inquiry, due_s: float) -> None:
+        heapq.heappush(self._due, (due_s, next(self._numbers), inquiry))
+
+    def _ends_s(self, inquiry: Inquiry) -> tuple[float, float]:
+        """When its producer has been silent for too long, and when the offer comes too late."""
+        silent_since_s = max(inquiry.asked_s, inquiry.place.heard_s)
+        return (
+            silent_since_s + self._config.handshake_timeout_s,
+            inquiry.asked_s + self._config.offer_timeout_s,
+        )
+
+    def _why_over(self, inquiry: Inquiry, now_s: float) -> str:
+        silent_s, late_s = self._ends_s(inquiry)
+        if now_s >= silent_s:
             return (
                 f"has not answered for {self._config.handshake_timeout_s:g} s: nobody listens there, or it "
                 + (
@@ -180,49 +214,80 @@ class Inquiries:
                     else "has another auth_key_file"
                 )
             )
-        if now_s >= inquiry.asked_s + self._config.offer_timeout_s:
+        if now_s >= late_s:
             return f"has made no offer within offer_timeout_s = {self._config.offer_timeout_s:g} s"
         return ""
 
     def _handle(self, place: Place, message: Message) -> None:
         if isinstance(message, Refusal):
-            self._give_up(place, f"refused to tell of its offer: {message.reason}")
+            if place.releases:
+                # It may be the answer to one of those: meant for a life that is over, which harms nobody.
+                place.releases -= 1
+            else:
+                self._give_up(place, f"refused to tell of its offer: {message.reason}")
             return
-        inquiry = place.inquiries.get(message.transfer_id) if isinstance(message, AwaitAnswer) else None
+        if isinstance(message, ReleaseAnswer):
+            place.releases = max(0, place.releases - 1)
+        if not isinstance(message, AwaitAnswer):
+            return
+        # One answer shows for all questions that it lives: many at once wait for their turn there.
+        place.heard_s = self._clock.now_s()
+        inquiry = place.inquiries.get(message.transfer_id)
         if inquiry is None:
             return
-        assert isinstance(message, AwaitAnswer)
-        if message.params or message.reason:
-            del place.inquiries[message.transfer_id]
-            self._answer(inquiry.expect, message.reason, message.params)
-        elif inquiry.epoch not in (None, message.epoch):
-            del place.inquiries[message.transfer_id]
-            self._answer(inquiry.expect, "the prefill engine was restarted before it made its offer")
-        else:
-            inquiry.epoch, inquiry.heard_s = message.epoch, self._clock.now_s()
+        before, inquiry.epoch = inquiry.epoch, message.epoch
+        if inquiry.left:
+            self._end(inquiry)
+            self._release(inquiry)
+        elif message.params or message.reason:
+            self._end(inquiry)
+            if not message.reason:
+                self._told[inquiry.expect.request_id] = inquiry
+            self._answer(inquiry, message.reason, message.params)
+        elif before not in (None, message.epoch):
+            self._end(inquiry)
+            self._answer(inquiry, "the prefill engine was restarted before it made its offer")
 
     def _give_up(self, place: Place, reason: str) -> None:
         """What such a peer says next means nothing either."""
-        for inquiry in place.inquiries.values():
-            host, port = inquiry.expect.promise.address.host, inquiry.expect.promise.address.port
-            self._answer(inquiry.expect, f"the prefill engine at {host}:{port} {reason}")
-        place.inquiries.clear()
+        for inquiry in list(place.inquiries.values()):
+            self._end(inquiry)
+            self._answer(inquiry, f"the prefill engine at {place.name} {reason}")
 
-    def _answer(self, expect: Expect, reason: str, params: bytes = b"") -> None:
+    def _end(self, inquiry: Inquiry) -> None:
+        """Nothing is asked for it any more."""
+        inquiry.over = True
+        request_id, transfer_id = inquiry.expect.request_id, inquiry.expect.promise.transfer_id
+        if self._waiting.get(request_id) is inquiry:
+            del self._waiting[request_id]
+        if inquiry.place.inquiries.get(transfer_id) is inquiry:
+            del inquiry.place.inquiries[transfer_id]
+
+    def _answer(self, inquiry: Inquiry, reason: str, params: bytes = b"") -> None:
+        if not inquiry.left:
+            self._tell(inquiry.expect, reason, params)
+
+    def _tell(self, expect: Expect, reason: str, params: bytes = b"") -> None:
         self._answered.append(Answered(expect.request_id, b"" if reason else params, reason))
 
-    def _release(self, transfer_id: TransferId, inquiry: Inquiry) -> Release:
-        assert inquiry.epoch is not None
-        return Release(
-            epoch=inquiry.epoch,
-            transfer_id=transfer_id,
-            claimant=claimant_name(self._layout.engine_id, inquiry.expect.request_id),
-            tp_rank=self._layout.tp_rank,
-            tp_size=self._layout.tp_size,
-            received=False,
-        )
+    def _release(self, inquiry: Inquiry) -> None:
+        """For all our ranks, which claimed nothing: a producer frees its blocks when as many as will read
+        them say so."""
+        if inquiry.epoch is None:
+            return
+        for tp_rank in range(self._layout.tp_size):
+            inquiry.place.releases += inquiry.place.send(
+                Release(
+                    epoch=inquiry.epoch,
+                    transfer_id=inquiry.expect.promise.transfer_id,
+                    claimant=claimant_name(self._layout.engine_id, inquiry.expect.request_id),
+                    tp_rank=tp_rank,
+                    tp_size=self._layout.tp_size,
+                    received=False,
+                )
+            )
 
-    def _drop(self, where: tuple[str, int]) -> None:
-        place = self._places.pop(where)
+    def _drop(self, place: Place) -> None:
+        del self._places[place.host, place.port], self._by_socket[place.socket]
         self._poller.unregister(place.socket)
         place.socket.close(linger=1000)

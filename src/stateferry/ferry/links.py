@@ -96,7 +96,7 @@ class Links:
             failures = link.failures
             self._drop(link)
         if len(self._links) >= MAX_LINKS:
-            raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
+            self._make_room()
         deadline_s = now_s + self._config.handshake_timeout_s
         socket = open_socket(self._context, address, self._key)
         try:
@@ -236,6 +236,14 @@ class Links:
             self.fail(link, reason, link.cause)
         else:
             link.reason = reason
+
+    def _make_room(self) -> None:
+        """Forget the link that is missed least: a client who names dead addresses must not keep others from
+        meeting their producers. Raises ValueError where hand-offs are open over all."""
+        unused = [link for link in self._links.values() if not link.requests]
+        if not unused:
+            raise ValueError(f"{MAX_LINKS} producer ranks are known already; this one is not met")
+        self._drop(min(unused, key=lambda link: (link.state is LinkState.READY, link.idle_since_s)))
 
     def _drop(self, link: Link) -> None:
         self._poller.unregister(link.socket)

@@ -10,6 +10,8 @@ from stateferry.wire import MAX_TEXT, Await, AwaitAnswer
 
 REMEMBER_S = 15.0
 """A consumer that waits asks again far more often; one that has gone is forgotten after so long."""
+LOOK_S = 1.0
+"""How often those are looked for: many may wait, and the ferry asks in every turn."""
 MAX_AWAITED = 8192
 """Offers that are waited for; the one asked for first is forgotten first, and asked for again."""
 MAX_ASKERS = 8
@@ -27,6 +29,7 @@ class AwaitedOffers:
         self._ledger = ledger
         self._askers: OrderedDict[TransferId, dict[Hashable, float]] = OrderedDict()
         """Who waits for what, and until when they are remembered."""
+        self._look_at_s = 0.0
 
     @property
     def count(self) -> int:
@@ -52,6 +55,9 @@ class AwaitedOffers:
 
     def expire(self, now_s: float) -> None:
         """Forget those who have not asked again."""
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
         for transfer_id, askers in list(self._askers.items()):
             left = {sender: until_s for sender, until_s in askers.items() if until_s > now_s}
             if left:

@@ -105,6 +105,8 @@ class Ledger:
         self._holdings: dict[TransferId, Holding] = {}
         self._parked: OrderedDict[TransferId, list[Parked]] = OrderedDict()
         self._ended: OrderedDict[TransferId, str] = OrderedDict()
+        self._look_at_s = float("inf")
+        """Nothing ends before, for want of a renewal or a grant."""
         self._finished: list[RequestId] = []
         self._traced: list[tuple[Holding, bool]] = []
 
@@ -127,6 +129,7 @@ class Ledger:
             self._finished.append(grant.request_id)
             return []
         self._holdings[grant.transfer_id] = Holding(grant, now_s, now_s + self._lease_s)
+        self._look_at_s = min(self._look_at_s, now_s + self._lease_s)
         waiting = self._parked.pop(grant.transfer_id, [])
         return [(p.sender, self._claim(p.claim, now_s)) for p in waiting]
 
@@ -146,6 +149,7 @@ class Ledger:
         if known or self.parked_count >= MAX_PARKED:
             return self._claim(claim, now_s)
         self._parked.setdefault(claim.transfer_id, []).append(Parked(sender, claim, now_s + PARK_S))
+        self._look_at_s = min(self._look_at_s, now_s + PARK_S)
         return None
 
     def renew(self, renewal: Renewal, now_s: float) -> RenewalAnswer:
@@ -183,7 +187,12 @@ class Ledger:
         return ReleaseAnswer(transfer_id=release.transfer_id, known=True)
 
     def expire(self, now_s: float) -> tuple[list[Holding], list[tuple[Hashable, ClaimAnswer]]]:
-        """End what nobody renewed. Returns the hand-offs that ended and answers to parked claims."""
+        """End what nobody renewed. Returns the hand-offs that ended and answers to parked claims.
+
+        Looks only when something may end: the ferry calls it in every turn, and many may be kept.
+        """
+        if now_s < self._look_at_s:
+            return [], []
         ended = [h for h in self._holdings.values() if h.expires_s <= now_s]
         for holding in ended:
             self.counters.expired += 1
@@ -192,6 +201,8 @@ class Ledger:
         answers: list[tuple[Hashable, ClaimAnswer]] = []
         for transfer_id in [t for t, ps in self._parked.items() if ps[0].until_s <= now_s]:
             answers += [(p.sender, self._claim(p.claim, now_s)) for p in self._parked.pop(transfer_id)]
+        due_s = self.next_deadline_s()
+        self._look_at_s = float("inf") if due_s is None else due_s
         return ended, answers
 
     def next_deadline_s(self) -> float | None:

@@ -3,6 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,6 +30,16 @@ MAX_PROMISED = 8192
 """How many transfers that routers named are remembered: far more than can be alive at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prefill leg that runs."""
+
+    reason: str
+    """Why its result will not be offered; empty: it will."""
+    promised: TransferId | None
+    """The transfer whose decode leg waits for it already."""
+
+
 class Offering:
     """Prefill legs from their arrival until their blocks are free. Engine core's thread."""
 
@@ -51,8 +62,8 @@ class Offering:
         """Whether prefill legs are cut to N-1 tokens: neither a recurrent state nor the front of a sliding
         window, whose blocks vLLM frees as it moves on, can be wound back by a token."""
         self._ranks: tuple[RankAddress, ...] = ()
-        self._prefills: dict[RequestId, str] = {}
-        """Prefill legs that run, with why their result will not be offered ("": it will)."""
+        self._prefills: dict[RequestId, Prefill] = {}
+        """Prefill legs that run."""
         self._granted: set[str] = set()
         """Finished prefills whose blocks wait for a consumer."""
         self._promised: OrderedDict[TransferId, RequestId] = OrderedDict()
@@ -77,17 +88,18 @@ class Offering:
         promised = self._dialect.promised_to(request.kv_transfer_params)
         if promised is not None and (owner := self._promised.setdefault(promised, request_id)) != request_id:
             reason = reason or f"its transfer_id was request {owner}'s before, and a name serves one request"
+            promised = None
         while len(self._promised) > MAX_PROMISED:
             self._promised.popitem(last=False)
-        self._prefills[request_id] = reason
+        self._prefills[request_id] = Prefill(reason, promised)
         if self._cuts and not reason:
             cut_last_token(request, self._hash_block_tokens)
         request.max_tokens = 1
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> Finished | None:
         """A request is over: offer it if all of it was computed. None: it was no prefill leg."""
-        reason = self._prefills.pop(RequestId(request.request_id), None)
-        return None if reason is None else self._offer(request, block_ids, reason)
+        prefill = self._prefills.pop(RequestId(request.request_id), None)
+        return None if prefill is None else self._offer(request, block_ids, prefill)
 
     def sent(self, request_ids: set[str]) -> None:
         """These requests' blocks are kept no more."""
@@ -103,14 +115,8 @@ class Offering:
         withdrawals, self._withdrawals = self._withdrawals, []
         return tuple(withdrawals)
 
-    def _promise_of(self, request: Any) -> TransferId | None:
-        """The transfer whose decode leg waits for this request's offer."""
-        promised = self._dialect.promised_to(request.kv_transfer_params)
-        owner = None if promised is None else self._promised.get(promised)
-        return promised if owner == request.request_id else None
-
-    def _offer(self, request: Any, block_ids: tuple[list[int], ...], reason: str) -> Finished:
-        promised = self._promise_of(request)
+    def _offer(self, request: Any, block_ids: tuple[list[int], ...], prefill: Prefill) -> Finished:
+        reason, promised = prefill.reason, prefill.promised
         # Nothing but a whole prefix may be offered; a stop token as P's only token does no harm to it.
         if request.status not in ANSWERED:
             self._withdraw(promised, f"will not be made: its prefill ended as {request.status.name}")

@@ -128,7 +128,11 @@ class Taking:
             if promise.tamper is not None:
                 offer = msgspec.structs.replace(offer, tamper=promise.tamper)
             self._open(request, offer)
-        except (ProtocolError, LayoutError, msgspec.DecodeError, RecursionError) as e:
+        except Exception as e:
+            if not isinstance(e, ProtocolError | LayoutError | msgspec.DecodeError | RecursionError):
+                logger.exception("defect while reading the offer of request %s", answer.request_id)
+            # What came is not for us, so nobody will want it: its blocks need not be kept for a lease.
+            self._closes.append(Close(answer.request_id))
             self._compute(request, str(e))
 
     def _use(self, request: Any, transfer_id: TransferId) -> None:
@@ -181,7 +185,9 @@ class Taking:
         """
         claimable = self.claimable.get(request.request_id)
         if claimable is None or claimable.loading or claimable.lost:
-            return (None if request.request_id in self.expected else 0), False
+            # No offer covers the prompt's last token: there is nothing to wait for if the rest is here.
+            awaited = request.request_id in self.expected and local_tokens < request.num_prompt_tokens - 1
+            return (None if awaited else 0), False
         external = claimable.offer.num_tokens - local_tokens
         if external <= 0:
             return 0, False
@@ -197,6 +203,8 @@ class Taking:
     def blocks_allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Order the load; or give the offer back when vLLM wants nothing from it."""
         request_id = RequestId(request.request_id)
+        if self.expected.pop(request_id, None) is not None:
+            self._closes.append(Close(request_id))  # it runs without
         claimable = self.claimable.get(request_id)
         if claimable is None or claimable.loading:
             return
