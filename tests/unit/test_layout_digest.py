@@ -40,6 +40,7 @@ def test_a_prefix_has_one_digest_whatever_holds_its_tokens() -> None:
     digest = prefix_digest([1, 2, 3], "adapter", "salt", [(0, 2, "h")])
     assert digest == prefix_digest((1, 2, 3), "adapter", "salt", ((0, 2, "h"),))
     assert digest == prefix_digest(np.array([1, 2, 3], np.int32), "adapter", "salt", [(0, 2, "h")])  # type: ignore[arg-type]
+    assert digest == "3c01f9d757fdc8fc501d9063fb706421"  # engines of two versions compare theirs
     assert len(digest) == 32
     assert set(digest) <= set("0123456789abcdef")
     assert prefix_digest([], "\ud800", None, []) != prefix_digest([], None, None, [])

@@ -1,6 +1,7 @@
 """Short names for what was computed (a prefix of tokens) and for what arrived (bytes)."""
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -31,7 +32,8 @@ def prefix_digest(
     `multimodal` is (first token position, token count, content hash) of every item in the prefix.
     """
     name = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"sferry-prefix")
-    name.update(_field(np.asarray(token_ids, dtype="<i8").tobytes()))
+    # Of a list this takes a quarter of the time that numpy takes, and an engine waits for it.
+    name.update(_field(struct.pack(f"<{len(token_ids)}q", *token_ids)))
     name.update(_optional(lora))
     name.update(_optional(cache_salt))
     name.update(len(multimodal).to_bytes(8, "little"))
