@@ -49,6 +49,19 @@ PARTS: Mapping[str, Part] = {
     "ferry": Part(("gpu_ferry.py",), 120),
     "engines-eager": Part(("gpu_engines.py", "handoff", "interference", "--interference-repeats", "2"), 420),
     "engines-graphs": Part(("gpu_engines.py", "handoff", "interference", "--graphs", "--watch"), 420),
+    "engines-short-prompts": Part(
+        (
+            "gpu_engines.py",
+            "interference",
+            "--graphs",
+            "--watch",
+            "--arm",
+            "auto",
+            "--arriving-tokens",
+            "1000",
+        ),
+        300,
+    ),
     "agentx": Part(("gpu_engines.py", "agentx", "--graphs"), 420),
 }
 
@@ -68,7 +81,7 @@ def run(
                 name = running[done]
                 found = done.result()
                 whole["parts"][name] = {"date": _today(), "commit": version, **found}
-                output.write_text(json.dumps(whole, indent=1) + "\n")
+                output.write_text(json.dumps(whole) + "\n")
                 error = found.get("error", "")
                 failed += [name] if error else []
                 print(f"{name}: {found['seconds']:.0f} s {error}".rstrip(), flush=True)

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from stateferry.bench import Arm, ArmSpec, agentx, arm_spec, handoff, interferen
 from stateferry.bench.arms import same_engines, shared
 from stateferry.bench.engine_gaps import FINE_BUCKETS_S
 from stateferry.models.random_checkpoint import random_config, write_json
-from stateferry.models.tokenizer import write_byte_tokenizer
+from stateferry.models.tokenizer import write_numbered_tokenizer
 from stateferry.stack import (
     STATEFERRY,
     STATEFERRY_MODULE,
@@ -45,7 +45,7 @@ SESSIONS, SESSIONS_SCALE = 12, 4
 REPLAY = agentx.Settings(lanes=4, longest_turns=8, longest_s=20.0)
 LONGEST_PROMPT = 262_144
 """That `agentx` may ask."""
-LAYERS, ATTENTION_EVERY, HEADS = 27, 4, 32
+LAYERS, ATTENTION_EVERY, HEADS, VOCABULARY = 27, 4, 32, 163_840
 START_TIMEOUT_S = 280.0
 CACHE_BYTES = 12 << 30
 LEASE_S = 60.0
@@ -67,9 +67,9 @@ def write_model(folder: Path, experts: int) -> Path:
     """A folder with the config of Kimi-Linear-48B, but for the number of experts, and a tokenizer."""
     attention = sorted({*range(ATTENTION_EVERY, LAYERS + 1, ATTENTION_EVERY), LAYERS})
     config = random_config("kda") | {
-        "vocab_size": 163_840,
-        "eos_token_id": 163_838,
-        "pad_token_id": 163_839,
+        "vocab_size": VOCABULARY,
+        "eos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 1,
         "hidden_size": 2304,
         "head_dim": 72,
         "intermediate_size": 9216,
@@ -97,7 +97,7 @@ def write_model(folder: Path, experts: int) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
-    write_byte_tokenizer(folder)
+    write_numbered_tokenizer(folder, VOCABULARY)
     return folder
 
 
@@ -176,11 +176,12 @@ def totals(arms: list[Arm]) -> dict[str, Any]:
     return found
 
 
-def running(arms: list[Arm], repeats: int, logs: Path | None) -> dict[str, Any]:
+def running(arms: list[Arm], repeats: int, tokens: int, logs: Path | None) -> dict[str, Any]:
     """What running decodes notice; with `logs` also where the time of their engines' steps went."""
     arms = [arm for arm in arms if arm.at_once is None]  # prompts are computed before their hand-offs begin
-    result = interference.measure(arms, repeats, LOAD)
-    found: dict[str, Any] = {"load": asdict(LOAD), "arms": result.summary()}
+    load = replace(LOAD, tokens=tokens)
+    result = interference.measure(arms, repeats, load)
+    found: dict[str, Any] = {"load": asdict(load), "arms": result.summary()}
     if logs is not None:
         found["steps"] = {
             name: gpu_watched.summary(
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs for decodes; default: eager")
     parser.add_argument("--watch", action="store_true", help="note where the time of engines' steps goes")
     parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--arriving-tokens", type=int, default=LOAD.tokens, help="of prompts in interference")
     for name, repeats in (("handoff", 5), ("interference", 3), ("agentx", 2)):
         parser.add_argument(f"--{name}-repeats", type=int, default=repeats)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs"))
@@ -257,7 +259,7 @@ def main() -> None:
         steps: dict[str, Callable[[], Any]] = {
             "handoff": lambda: handoffs(arms, asked.handoff_repeats),
             "interference": lambda: running(
-                arms, asked.interference_repeats, asked.logs if asked.watch else None
+                arms, asked.interference_repeats, asked.arriving_tokens, asked.logs if asked.watch else None
             ),
             "agentx": lambda: agents(arms, asked.agentx_repeats),
         }

@@ -21,6 +21,7 @@ from stateferry.models import (
 )
 from stateferry.models.gdn import gdn_config, gdn_tensors
 from stateferry.models.prompts import MIN_TOKENS
+from stateferry.models.tokenizer import write_byte_tokenizer, write_numbered_tokenizer
 from stateferry.models.words import EOS_ID, FILLER, PAD_ID, PLACES, THINGS, TOKEN_IDS, VOCABULARY
 
 FILES = {
@@ -266,3 +267,19 @@ def test_the_chunked_delta_rule_is_the_recurrence() -> None:
     )
     torch.testing.assert_close(torch.cat([head, rest], dim=2), out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(end, last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("numbered", "texts"), [(True, 3), (False, 0)])
+def test_every_answer_of_dummy_weights_has_a_text(tmp_path: Path, numbered: bool, texts: int) -> None:
+    """With the tokenizer of bytes most ids have none, and vLLM's stream never gets on."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+    if numbered:
+        write_numbered_tokenizer(tmp_path, 1000)
+    else:
+        write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    stream = DecodeStream(ids=[20, 30], skip_special_tokens=True)
+    found = [stream.step(tokenizer, token) for token in (600, 700, 997)]
+    assert sum(bool(text) for text in found) == texts

@@ -42,6 +42,23 @@ def write_word_tokenizer(folder: Path) -> None:
     _write_tokenizer_config(folder)
 
 
+def write_numbered_tokenizer(folder: Path, size: int) -> None:
+    """`size` tokens, each with a text of its own, the last two of them END and PAD.
+
+    For models with dummy weights, which answer with any id. vLLM turns tokens into text as they come, and one
+    that has none makes it go through the whole prompt again with every token.
+    """
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    vocab = {f"t{index}": index for index in range(size - 2)} | {END: size - 2, PAD: size - 1}
+    tokenizer = Tokenizer(WordLevel(vocab=vocab, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([END, PAD])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_tokenizer_config(folder)
+
+
 def _write_tokenizer_config(folder: Path) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
