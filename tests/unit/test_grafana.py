@@ -49,7 +49,9 @@ def of_vllm() -> set[str]:
     assert spec is not None
     assert spec.origin is not None
     text = (Path(spec.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
-    return set(re.findall(r'"(vllm:\w+)"', text))
+    counters = re.findall(r'counter_cls\(\s*name="(vllm:\w+?)(?:_total)?"', text)
+    assert counters
+    return set(re.findall(r'"(vllm:\w+)"', text)) | {f"{name}_total" for name in counters}
 
 
 def problems(query: str) -> list[str]:

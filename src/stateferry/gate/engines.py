@@ -154,5 +154,5 @@ def check_ready(engines: Engines, source_prompt: Tokens) -> None:
     if outcome != "failed":
         raise ConfigError(
             f"the decode engine ignores damage (hand-off {outcome}): start it with "
-            '"kv_connector_extra_config": {"testing": true}'
+            '"kv_connector_extra_config": {"testing": true}, which is `stateferry serve … --set testing=true`'
         )
