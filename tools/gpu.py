@@ -11,6 +11,7 @@ commands. Parts that measure nothing run beside each other.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,7 +153,8 @@ def devices() -> dict[str, Any]:
             told = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
         except (OSError, subprocess.SubprocessError):
             continue
-        found[what] = [" ".join(line.split()) for line in told.stdout.splitlines() if line.strip()]
+        lines = [" ".join(re.sub(r"\x1b\[\d*m", "", line).split()) for line in told.stdout.splitlines()]
+        found[what] = [line for line in lines if line.startswith(("NVIDIA", "GPU"))]
     return found
 
 
