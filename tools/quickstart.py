@@ -1,19 +1,26 @@
 """Run the README's quick start as it is printed, in one shell, and look at what it says.
 
 `make quickstart` runs it. It takes ports 8000, 8100 and 8200 and the time that two engines need to start.
-With `--free-ports`, as tests run it, the system picks others, and nothing else is changed.
+With `--free-ports`, as tests run it, the system picks others, and nothing else is changed. Every block is
+shown before it runs. However it ends, nothing that it started is left.
+
+Exit codes: 0 passed · 1 it did not show what it should · 2 a port is taken · 130 Ctrl-C.
 """
 
 import argparse
-import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
+
+from stateferry.stack.guard import end_sessions
 
 ROOT = Path(__file__).resolve().parent.parent
 PORTS = (8000, 8100, 8200)
@@ -36,7 +43,8 @@ def blocks() -> list[str]:
 def script(ports: Mapping[int, int] | None = None) -> str:
     """All blocks as one script that ends what it started, whatever happens. `ports`: others for its own."""
     stop = "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"
-    text = "\n".join(["set -e", stop, *blocks()[:-1], "trap - EXIT", blocks()[-1]])
+    shown = [f"printf '%s\\n' {shlex.quote(block)}\n{block}" for block in blocks()]
+    text = "\n".join(["set -e", stop, *shown[:-1], "trap - EXIT", shown[-1]])
     for printed, other in (ports or {}).items():
         text = re.sub(rf"\b{printed}\b", str(other), text)
     return text
@@ -70,21 +78,74 @@ def main() -> int:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 print(f"quick start: port {port} is in use; stop what listens there first", file=sys.stderr)
                 return 2
-    shell = subprocess.Popen(
-        ["bash", "-c", script(ports)], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    tell("the README's blocks, one after the other; two engines take half a minute to a minute to start")
     try:
-        output, _ = shell.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(shell.pid, signal.SIGTERM)  # the engines, too
-        output, _ = shell.communicate()
-        print(f"quick start: not done after {TIMEOUT_S} s. {output}", file=sys.stderr)
+        output, in_time = run(script(ports))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    if not in_time:
+        tell(f"failed: not done after {TIMEOUT_S} s; all stopped. See prefill.log, decode.log, router.log")
         return 1
-    print(output)
     missing = problems(output)
     for name in missing:
-        print(f"quick start: {name} is not in the output; see prefill.log, decode.log, router.log")
+        tell(f"{name} is not in the output; see prefill.log, decode.log, router.log")
+    tell(f"{'failed' if missing else 'passed'}, all stopped")
     return 1 if missing else 0
+
+
+def tell(text: str) -> None:
+    """Between what the shell says."""
+    print(f"quick start: {text}", flush=True)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Leave through `run`, so that what it started is stopped."""
+    raise SystemExit(128 + number)
+
+
+def run(text: str, timeout_s: float = TIMEOUT_S) -> tuple[str, bool]:
+    """Run a script in a session of its own, and show what it says while it says it.
+
+    Returns all of that, and whether it ended in time. Nothing of the session is left, whatever ends this;
+    a signal that comes while it is being stopped changes nothing.
+    """
+    shell = subprocess.Popen(
+        ["bash", "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        end_sessions([shell.pid])
+
+    timer = threading.Timer(timeout_s, end)
+    said = []
+    done = False
+    try:
+        timer.start()
+        assert shell.stdout is not None
+        for line in shell.stdout:
+            said.append(line)
+            print(line, end="", flush=True)
+        shell.wait()
+        done = True
+    finally:
+        timer.cancel()
+        before = {
+            number: signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        if not done:
+            tell("stopping everything, which takes up to 10 s")
+        end_sessions([shell.pid])
+        shell.wait()
+        if not done:
+            tell("all stopped")
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return "".join(said), not late.is_set()
 
 
 if __name__ == "__main__":
