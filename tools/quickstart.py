@@ -41,10 +41,13 @@ def blocks() -> list[str]:
 
 
 def script(ports: Mapping[int, int] | None = None) -> str:
-    """All blocks as one script that ends what it started, whatever happens. `ports`: others for its own."""
+    """All blocks as one script that ends what it started, whatever happens, and where a server has ended.
+    `ports`: others for its own."""
     stop = "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"
+    alive = "for server in $PREFILL $DECODE $ROUTER; do kill -0 $server; done"
     shown = [f"printf '%s\\n' {shlex.quote(block)}\n{block}" for block in blocks()]
-    text = "\n".join(["set -e", stop, *shown[:-1], "trap - EXIT", shown[-1]])
+    checked = [f"{block}\n{alive}" for block in shown[:-1]]
+    text = "\n".join(["set -e; unset PREFILL DECODE ROUTER", stop, *checked, "trap - EXIT", shown[-1]])
     for printed, other in (ports or {}).items():
         text = re.sub(rf"\b{printed}\b", str(other), text)
     return text

@@ -5,6 +5,7 @@
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,3 +158,70 @@ def test_engines_that_run_on_are_noticed(runs: list[Run]) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(timeout=30) == 130
     assert len(run.left()) >= 3
+
+
+def test_a_good_run_shows_what_it_does_and_ends_with_a_verdict(runs: list[Run]) -> None:
+    """Symptom: nothing on screen for half a minute, and no word at the end."""
+    runs.append(Run(f"cat <<'END'\n{GOOD}END\n", STOPS.partition("\n")[2]))
+    output, _ = runs[0].process.communicate(timeout=30)
+    assert runs[0].process.returncode == 0
+    lines = output.splitlines()
+    assert lines.index("cat <<'END'") < len(lines) - 1 - lines[::-1].index(GOOD.splitlines()[0])
+    assert lines[-1] == "quick start: passed, all stopped"
+
+
+def test_a_bad_run_says_so_last(runs: list[Run]) -> None:
+    runs.append(Run("echo Quito\n", STOPS.partition("\n")[2]))
+    output, _ = runs[0].process.communicate(timeout=30)
+    assert runs[0].process.returncode == 1
+    assert output.splitlines()[-1] == "quick start: failed, all stopped"
+    assert "passed" not in output
+
+
+FAKES = {
+    "stateferry": 'echo "port 8200 is taken"; [ $2 = {dies} ] && exit 2; exec {sleep} 600',
+    "vllm-router": 'echo "port 8000 is taken"; [ {dies} = router ] && exit 2; exec {sleep} 600',
+    "curl": '[ {dies} = router ] && case "$*" in *8000*) exit 7 ;; *) exit 0 ;; esac; exit 7',
+    "sleep": "exec {sleep} 0.05",
+}
+"""Commands of the quick start, with one server that ends at once."""
+
+
+def printed(quickstart: ModuleType, folder: Path, dies: str) -> str:
+    """What its blocks say by hand, up to the one where a server does not start."""
+    sleep = shutil.which("sleep")
+    for name, text in FAKES.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text.format(dies=dies, sleep=sleep)}\n")
+        (folder / name).chmod(0o755)
+    text = "\n".join(quickstart.blocks()[: 2 if dies == "router" else 1])
+    text = text.replace(". .venv/bin/activate", f"PATH={folder}:$PATH")
+    text = f"trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT\n{text}"
+    result = subprocess.run(["bash", "-c", text], cwd=folder, capture_output=True, text=True, timeout=30)
+    assert "No such process" in result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("dies", "why"), [("prefill", "8200 is"), ("decode", "8200 is"), ("router", "8000 is")]
+)
+def test_waiting_ends_where_a_server_did_not_start_and_its_log_is_shown(
+    quickstart: ModuleType, tmp_path: Path, dies: str, why: str
+) -> None:
+    """Symptom: the printed loop asked for ever, and the reason was in a log that nobody named."""
+    assert f"port {why} taken" in printed(quickstart, tmp_path, dies)
+
+
+def test_what_the_router_says_of_its_health_is_not_on_screen(quickstart: ModuleType) -> None:
+    """Symptom: `All servers healthy` without an end of line ran into the answer."""
+    (line,) = [line for line in quickstart.blocks()[1].splitlines() if "8000/health" in line]
+    assert "-o /dev/null" in line
+
+
+def test_a_server_that_did_not_start_ends_the_run_at_once(runs: list[Run]) -> None:
+    """Symptom: the next blocks ran all the same, and waited for seven minutes."""
+    runs.append(Run("sleep 600 & PREFILL=$!\nfalse & DECODE=$!\nwait $DECODE || true\n", WAITS, STOPS))
+    output, _ = runs[0].process.communicate(timeout=30)
+    assert runs[0].process.returncode == 1
+    assert "sleep 600; done\n" not in output
+    assert output.splitlines()[-1] == "quick start: failed, all stopped"
+    assert runs[0].left() == []
