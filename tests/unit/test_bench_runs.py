@@ -19,6 +19,7 @@ from stateferry.bench.streams import Streamed
 from stateferry.cli import bench_arms
 from stateferry.cli.app import app
 from stateferry.errors import ConfigError
+from stateferry.stack import Completion, Handoff
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -86,6 +87,19 @@ def test_the_hand_off_bench_asks_both_and_takes_one_apart(
     names = [bar[0] for bar in line["bars"]]
     assert names == ["prefill leg", "waiting to read", "post", "wire", "the rest of the decode leg"]
     assert [bar[1] for bar in line["bars"]][1:] == [bar[2] for bar in line["bars"]][:-1]
+
+
+def test_a_time_line_does_not_put_legs_that_were_sent_at_once_one_after_the_other() -> None:
+    """Symptom: its bars were longer than the request took."""
+
+    def leg(seconds: float, **told: float) -> Completion:
+        params = {"stateferry": {"received": told}} if told else None
+        return Completion("", (), "length", 0, params, None, seconds, None)
+
+    decode = leg(0.15, milliseconds=20.0, post_milliseconds=1.0, wire_milliseconds=9.0)
+    parts = handoff.parts_ms(Handoff(leg(0.1), decode, 0.16, None))
+    assert sum(parts.values()) == pytest.approx(160.0)
+    assert parts["the rest of the decode leg"] == pytest.approx(40.0)
 
 
 def test_an_arm_that_fails_a_close_look_does_not_end_the_bench(

@@ -96,7 +96,9 @@ def parts_ms(handoff: Handoff) -> dict[str, float]:
     found = {"prefill leg": handoff.prefill.total_s * 1e3}
     if whole:
         found |= {"waiting to read": max(0.0, whole - post - wire), "post": post, "wire": wire}
-    found["the rest of the decode leg"] = max(0.0, handoff.decode.total_s * 1e3 - whole)
+    # Of the time that is left when the prefill leg is over: legs sent at once overlap.
+    left = (handoff.total_s - handoff.prefill.total_s) * 1e3
+    found["the rest of the decode leg"] = max(0.0, left - whole)
     return found
 
 
@@ -149,7 +151,7 @@ async def _turn(
     """Per cell: what the prefill engine by itself and the pair answered."""
     places: tuple[str | Pair | AtOnce, ...] = (arm.urls[0], arm.where)
     found = []
-    async with Streams(TIMEOUT_S) as streams:
+    async with Streams(TIMEOUT_S, ids=False) as streams:
         for cell in cells:
             answers: dict[int, list[Streamed]] = {}
             for which in rng.sample((0, 1), 2):
