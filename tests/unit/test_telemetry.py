@@ -78,7 +78,15 @@ def test_an_exemplar_is_never_longer_than_prometheus_takes(reason: str) -> None:
     assert sum(len(name) + len(value) for name, value in labels.items()) <= EXEMPLAR_ROOM
     assert labels["request"] == "r" * 45
     assert ("reason" in labels) == bool(reason)
-    assert reason.startswith(labels.get("reason", ""))
+    assert reason.startswith(labels.get("reason", "").removesuffix("…"))
+
+
+def test_a_reason_that_does_not_fit_ends_with_a_whole_word_and_a_mark() -> None:
+    """Symptom: `top` showed a reason that ended in the middle of a word, as if that were all of it."""
+    reason = " ".join(["peer"] * 40)
+    shown = exemplar_of(request="r" * 40, reason=reason)["reason"]
+    assert shown.endswith("peer…")
+    assert exemplar_of(reason="all of it")["reason"] == "all of it"
 
 
 def test_a_tally_that_is_looked_at_does_not_change_any_more() -> None:

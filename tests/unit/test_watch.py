@@ -275,9 +275,12 @@ def test_what_cannot_be_watched_is_said(arguments: tuple[str, ...], code: int, s
     assert "Traceback" not in result.stderr
 
 
-def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(interrupts: None) -> None:
+@pytest.mark.parametrize("width", [80, 150])
+def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(
+    interrupts: None, width: int
+) -> None:
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     code = "from stateferry.cli.main import main; main()"
     with server(engine("decode_after.txt")) as decode:
         command = [sys.executable, "-c", code, "top", decode, "http://127.0.0.1:1", "--every", "0.1"]
@@ -298,6 +301,8 @@ def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(interru
     assert b"Traceback" not in seen
     assert seen.count(b"no answer") >= 3, "the dead engine has no row"
     assert b"ConnectError" in seen, "nor a reason"
+    row = next(line for line in seen.splitlines() if b"5 received" in line)
+    assert decode.partition("://")[2].encode() in row, "an engine has no name"
 
 
 def read_until(descriptor: int, enough: Callable[[bytes], bool]) -> bytes:

@@ -14,7 +14,7 @@ from stateferry.cli.top_tables import engine_table, failure_table, silent_table,
 from stateferry.errors import ConfigError, EngineError
 from stateferry.watch import Engines, Figures, Found, discover
 
-FILE_WIDTH = 160
+FILE_WIDTH = 240
 """Of tables that nobody looks at in a terminal."""
 
 
@@ -40,6 +40,8 @@ def top(
     them as much as Prometheus does. Which requests were slow or failed is told by exemplars, one of each
     cause and each step of time; docs/metrics.md says when there are none. Median and 95 % are bounds: a page
     says how many hand-offs took at most 5 ms, 10 ms, 20 ms and so on, and nothing in between.
+
+    A narrow terminal shows the most important columns, and names the others; --json has everything.
 
     Exit codes: 0 all right · 2 bad arguments · 3 an engine did not answer (with --once, and what the others
     said is printed all the same; without, it is shown and asked again), or the router does not say which

@@ -2,105 +2,119 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 
+from stateferry.cli.columns import Column, Fitted
 from stateferry.watch import Between, Figures, Found
 
-NUMBERS = ("a second", "median", "95 %", "open")
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 NO_ANSWER = "bold red"
+ENGINE = Column("engine", 1, least=21)
+"""An IPv4 address with its port fits."""
+ENGINES = (
+    ENGINE,
+    Column("role", 4),
+    Column("requests", 10),
+    Column("cache", 12, right=True),
+    Column("hand-offs", 3),
+    Column("a second", 5, right=True),
+    Column("median", 11, right=True),
+    Column("95 %", 7, right=True),
+    Column("open", 9, right=True),
+    Column("bytes by kind", 8),
+    Column("peers", 6),
+    Column("trouble", 2, least=16, name_like=False),
+)
+FAILED = (
+    ENGINE,
+    Column("cause", 2),
+    Column("how many", 5, right=True),
+    Column("last", 6),
+    Column("request", 4, least=16),
+    Column("reason begins", 3, least=20, wraps=True),
+)
+SLOW = (
+    ENGINE,
+    Column("took", 2, right=True),
+    Column("outcome", 3),
+    Column("when", 5),
+    Column("request", 4, least=16),
+    Column("trace", 6, least=32),
+)
+SILENT = (ENGINE, Column("why", 2, least=24, wraps=True))
 
 
-def engine_table(engines: Sequence[Found], figures: Sequence[Figures], silent: Mapping[str, str]) -> Table:
+def engine_table(engines: Sequence[Found], figures: Sequence[Figures], silent: Mapping[str, str]) -> Fitted:
     """One line for each engine that was asked; `silent`: why some gave no answer, by URL."""
-    table = _table("Engines")
-    for name in ("engine", "role", "requests", "cache", "hand-offs", *NUMBERS, "bytes by kind", "peers"):
-        right = name in NUMBERS or name == "cache"
-        table.add_column(
-            name, no_wrap=name != "engine", overflow="fold", justify="right" if right else "left"
-        )
-    table.add_column("trouble", overflow="fold")
+    rows = []
     for engine in engines:
         if engine.url in silent:
-            row = [Text(address(engine.url)), Text(engine.role or "-"), Text("no answer", NO_ANSWER)]
-            row += [Text("-")] * (len(table.columns) - len(row) - 1)
-            table.add_row(*row, Text("why: below", NO_ANSWER))
-        for f in figures:
-            if f.url == engine.url:
-                _add_engine(table, f)
-    return table
+            nothing = [Text("-") for _ in ENGINES[3:]]
+            why = Text("no answer", NO_ANSWER)
+            rows.append([Text(address(engine.url)), Text(engine.role or "-"), *nothing, why])
+        rows += [_engine(f) for f in figures if f.url == engine.url]
+    return Fitted("Engines", ENGINES, rows)
 
 
-def _add_engine(table: Table, f: Figures) -> None:
-    table.add_row(
-        Text(place(f)),
+def _engine(f: Figures) -> list[Text]:
+    cells = (
+        place(f),
         f.role or "-",
-        f"{f.running} run\n{f.waiting} wait",
+        f"{f.running} run, {f.waiting} wait",
         f"{f.cache_used:.0%}",
-        lines(f.handoffs) or "-",
+        listed(f.handoffs) or "-",
         "-" if f.handoffs_rate is None else f"{f.handoffs_rate:.1f}",
         at_most(f.median),
         at_most(f.slow),
         str(f.open),
         sizes(f),
-        lines({state: count for state, count in f.peers.items() if count}) or "-",
+        listed(f.peers) or "-",
         trouble(f),
     )
+    return [Text(cell) for cell in cells]
 
 
-def failure_table(figures: Sequence[Figures], now_unix_s: float) -> Table | None:
+def failure_table(figures: Sequence[Figures], now_unix_s: float) -> Fitted | None:
     """Why hand-offs came to nothing, and the last one of each cause; None: none did."""
-    table = _table("Failed hand-offs")
-    for name in ("engine", "cause", "how many", "last", "request", "reason begins"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for f in figures:
         last = {example.labels["cause"]: example for example in f.failed}
         for cause, count in sorted(f.failures.items(), key=lambda item: -item[1]):
             example = last.get(cause)
             labels = example.labels if example else {}
-            table.add_row(
-                Text(place(f)),
+            cells = (
+                place(f),
                 cause,
                 str(count),
                 ago(example.at_unix_s, now_unix_s) if example else "-",
-                Text(labels.get("request", "-")),
-                Text(labels.get("reason", "-")),
+                labels.get("request", "-"),
+                labels.get("reason", "-"),
             )
-    return table if table.row_count else None
+            rows.append([Text(cell) for cell in cells])
+    return Fitted("Failed hand-offs", FAILED, rows) if rows else None
 
 
-def slow_table(figures: Sequence[Figures], now_unix_s: float) -> Table | None:
+def slow_table(figures: Sequence[Figures], now_unix_s: float) -> Fitted | None:
     """The slowest hand-offs that a page names; None: it names none."""
-    table = _table("Slowest hand-offs")
-    for name in ("engine", "took", "outcome", "when", "request", "trace"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for f in figures:
         for example in f.slowest:
-            table.add_row(
-                Text(place(f)),
+            cells = (
+                place(f),
                 duration(example.value),
                 example.labels.get("outcome", "-"),
                 ago(example.at_unix_s, now_unix_s),
-                Text(example.labels.get("request", "-")),
-                Text(example.labels.get("trace_id", "-")),
+                example.labels.get("request", "-"),
+                example.labels.get("trace_id", "-"),
             )
-    return table if table.row_count else None
+            rows.append([Text(cell) for cell in cells])
+    return Fitted("Slowest hand-offs", SLOW, rows) if rows else None
 
 
-def silent_table(silent: Mapping[str, str]) -> Table | None:
+def silent_table(silent: Mapping[str, str]) -> Fitted | None:
     """Why engines do not answer; None: all do. A table of its own, for this is long and terminals are not."""
-    table = _table("No answer")
-    table.add_column("engine")
-    table.add_column("why", overflow="fold")
-    for url, why in silent.items():
-        table.add_row(Text(address(url)), Text(why))
-    return table if table.row_count else None
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    rows = [[Text(address(url)), Text(" ".join(why.split()))] for url, why in silent.items()]
+    return Fitted("No answer", SILENT, rows) if rows else None
 
 
 def place(f: Figures) -> str:
@@ -140,16 +154,16 @@ def sizes(f: Figures) -> str:
     """Bytes of each kind that came: all, and a second."""
     rates = f.bytes_rate or {}
     rows = (
-        f"{kind} {size(count)}" + (f", {size(rates[kind])}/s" if kind in rates else "")
+        f"{kind} {size(count)}" + (f" ({size(rates[kind])}/s)" if kind in rates else "")
         for kind, count in f.received_bytes.items()
         if count
     )
-    return "\n".join(rows) or "-"
+    return ", ".join(rows) or "-"
 
 
-def lines(counts: Mapping[str, int]) -> str:
-    """One line for each that is not 0."""
-    return "\n".join(f"{count} {name}" for name, count in counts.items() if count)
+def listed(counts: Mapping[str, int]) -> str:
+    """Each that is not 0."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def trouble(f: Figures) -> str:
@@ -162,7 +176,7 @@ def trouble(f: Figures) -> str:
         "retries": f.retries,
         **{f"do not fit: {field}": count for field, count in f.refusals.items()},
     }
-    return lines(found) or "-"
+    return listed(found) or "-"
 
 
 def ago(at_unix_s: float, now_unix_s: float) -> str:

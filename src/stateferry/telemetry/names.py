@@ -211,11 +211,14 @@ EXEMPLAR_ROOM = 128
 
 
 def exemplar_of(**labels: str) -> dict[str, str]:
-    """Labels of an exemplar, the empty ones left out. The last one is cut where there is no room for it."""
+    """Labels of an exemplar, the empty ones left out. What does not fit is cut after a word, and marked."""
     found: dict[str, str] = {}
     room = EXEMPLAR_ROOM
     for name, value in labels.items():
-        value = value[: max(0, room - len(name))]
+        limit = max(0, room - len(name))
+        if len(value) > limit:
+            begins = value[: max(0, limit - 1)]
+            value = f"{begins.rpartition(' ')[0] or begins}…" if begins else ""
         if value:
             found[name] = value
             room -= len(name) + len(value)
