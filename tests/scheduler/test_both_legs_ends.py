@@ -21,6 +21,7 @@ from test_both_legs_at_once import (
 )
 
 from stateferry.ferry.inquiries import Inquiries
+from stateferry.session import Ledger
 from stateferry.vllm.taking import Taking
 from stateferry.wire import engine_place
 
@@ -121,6 +122,47 @@ def test_a_client_that_leaves_lets_nobody_wait_for_a_lease(when: str, ranks: int
             pair.run_until(lambda: told_to_go(pair), "the producer to hear of it")
             pair.producer.add(prompt_of(14), params=prefill_params("t"))
         check_over(pair)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("others", [True, False], ids=["a busy engine", "an idle engine"])
+def test_a_decode_leg_that_left_before_its_prefill_keeps_blocks_on_no_rank(ranks: int, others: bool) -> None:
+    """Rank 0 was told; the others kept theirs for a lease, and with them vLLM kept the request's."""
+    with Pair(HYBRID, producer={"ranks": 2}, consumer={"ranks": ranks}) as pair:
+        request_id = decode_first(pair, prompt_of(14))
+        pair.run_until(lambda: told_to_wait(pair), "the producer's first answer")
+        busy = pair.producer.add(prompt_of(9, 5), max_tokens=2000).request_id if others else None
+        pair.consumer.abort(request_id)
+        half = pair.producer.half.offering
+        heard = (lambda: bool(half._renounced)) if others else (lambda: told_to_go(pair))
+        pair.run_until(heard, "the producer to hear of it")
+        prefill = pair.producer.add(prompt_of(14), params=prefill_params("t")).request_id
+        pair.run_until(lambda: pair.producer.finished[prefill].reason is not None, "the prefill")
+        if busy is not None:
+            pair.producer.abort(busy)
+            assert pair.producer.finished[prefill].params["do_remote_prefill"] is False
+        check_over(pair)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_offer_for_another_prompt_is_given_back_on_all_ranks(ranks: int) -> None:
+    with Pair(HYBRID, producer={"ranks": 2}, consumer={"ranks": ranks}) as pair:
+        request_id = decode_first(pair, prompt_of(14, 1))
+        pair.producer.add(prompt_of(14, 2), params=prefill_params("t"))
+        check_over(pair)
+        assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14, 1), 4)
+
+
+def test_mutant_other_ranks_hear_of_no_leg_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "take_renounced", lambda self: [])
+    with Pair(HYBRID, producer={"ranks": 2, "lease_s": 0.5}) as pair:
+        request_id = decode_first(pair, prompt_of(14))
+        pair.run_until(lambda: told_to_wait(pair), "the producer's first answer")
+        pair.consumer.abort(request_id)
+        pair.run_until(lambda: told_to_go(pair), "the producer to hear of it")
+        pair.producer.add(prompt_of(14), params=prefill_params("t"))
+        with pytest.raises(AssertionError):
+            check_over(pair)
 
 
 def told_to_go(pair: Pair) -> bool:

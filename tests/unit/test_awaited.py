@@ -12,6 +12,7 @@ from stateferry.session import awaited as session_awaited
 from stateferry.wire import (
     Await,
     AwaitAnswer,
+    Claim,
     RankAddress,
     Release,
     engine_place,
@@ -84,6 +85,43 @@ def test_an_offer_that_is_made_cannot_be_withdrawn() -> None:
     producer.ledger.withdraw(NAME, "a defect")
     assert producer.ask() == told(b"params")
     producer.ledger.check_integrity()
+
+
+def test_what_its_consumer_gave_back_to_another_rank_goes_unless_it_is_claimed() -> None:
+    producer = Producer()
+    producer.grant(grant())
+    producer.ledger.withdraw(NAME, "was given back", renounced=True)
+    assert producer.ledger.take_finished() == ["r"]
+    producer.ledger.check_integrity()
+    claimed = Producer()
+    claimed.grant(grant())
+    (holding,) = claimed.ledger._holdings.values()
+    digest = holding.table_digest
+    claim = Claim(epoch=EPOCH, transfer_id=NAME, claimant="d/r", tp_rank=0, tp_size=1, table_digest=digest)
+    claimed.ledger.claim(claim, "d", 0.0)
+    claimed.ledger.withdraw(NAME, "was given back", renounced=True)
+    assert claimed.ledger.open_count == 1
+
+
+def test_a_rank_says_of_what_was_given_back_unclaimed_and_of_nothing_else() -> None:
+    producer = Producer()
+    release = Release(epoch=EPOCH, transfer_id=NAME, claimant="d/r", tp_rank=0, tp_size=1, received=False)
+    producer.ledger.release(release)
+    assert producer.ledger.take_renounced() == [NAME]
+    made = Producer()
+    made.grant(grant())
+    made.ledger.release(release)
+    assert made.ledger.take_renounced() == [NAME]
+    assert made.ledger.take_renounced() == []
+    used = Producer()
+    used.grant(grant())
+    (holding,) = used.ledger._holdings.values()
+    digest = holding.table_digest
+    claim = Claim(epoch=EPOCH, transfer_id=NAME, claimant="d/r", tp_rank=0, tp_size=1, table_digest=digest)
+    used.ledger.claim(claim, "d", 0.0)
+    used.ledger.release(release)
+    assert used.ledger.take_finished() == ["r"]
+    assert used.ledger.take_renounced() == []
 
 
 def test_an_offer_of_a_router_that_waits_is_not_told_to_others() -> None:

@@ -189,9 +189,11 @@ class Loop:
         sent, ended, lost = self._producer.take_finished(), open_here.take_ended(), open_here.take_lost()
         waiting, apart = self._consumer.ahead.take()
         answered = self._consumer.inquiries.take_answered()
-        if sent or ended or lost or waiting or apart or answered:
+        renounced = self._producer.ledger.take_renounced()
+        if sent or ended or lost or waiting or apart or answered or renounced:
             self._log.ended(e.report for e in ended)
-            self.desk.outbox.put(sent, ended, lost, self._producer.take_kept(), waiting, apart, answered)
+            kept = self._producer.take_kept()
+            self.desk.outbox.put(sent, ended, lost, kept, waiting, apart, answered, renounced)
         # After the results: whoever sees that all is over can also take how it ended.
         consumed = open_here.open_count + self._consumer.inquiries.open_count
         self.desk.count_open(self._producer.ledger.open_count + consumed)

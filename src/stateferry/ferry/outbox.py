@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stateferry.ids import RequestId
+from stateferry.ids import RequestId, TransferId
 from stateferry.session import Answered, Kept, Load, Outcome, Report, Results
 
 
@@ -34,6 +34,7 @@ class Outbox:
         waiting: Iterable[Load] = (),
         apart: Iterable[RequestId] = (),
         answered: Iterable[Answered] = (),
+        renounced: Iterable[TransferId] = (),
     ) -> None:
         """Add what happened."""
         with_blocks = [e.report for e in ended if e.had_blocks]
@@ -48,6 +49,7 @@ class Outbox:
                 answered=tuple(answered),
                 reports=tuple(e.report for e in ended),
                 kept=tuple(kept),
+                renounced=tuple(renounced),
             )
         )
 

@@ -84,7 +84,7 @@ class ProducerService:
 
     def withdraw(self, withdrawal: Withdrawal) -> None:
         """An offer will never be made; tell those who wait for it."""
-        self.ledger.withdraw(withdrawal.transfer_id, withdrawal.reason)
+        self.ledger.withdraw(withdrawal.transfer_id, withdrawal.reason, withdrawal.renounced)
         self._tell(withdrawal.transfer_id)
 
     def _tell(self, transfer_id: TransferId) -> None:

@@ -36,6 +36,8 @@ class Withdrawal:
 
     transfer_id: TransferId
     reason: str
+    renounced: bool = False
+    """Its consumer told another rank that it wants nothing: if it is made, it goes, unless it is claimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,8 @@ class Results:
     reports: tuple[Report, ...] = ()
     kept: tuple[Kept, ...] = ()
     """Producer: traced requests whose blocks are kept no more."""
+    renounced: tuple[TransferId, ...] = ()
+    """Producer: transfers whose consumers gave up before they had claimed anything."""
 
     def and_then(self, more: "Results") -> "Results":
         """These, and what happened after them."""
@@ -267,6 +271,7 @@ class Results:
             answered=self.answered + more.answered,
             reports=self.reports + more.reports,
             kept=self.kept + more.kept,
+            renounced=self.renounced + more.renounced,
         )
 
 

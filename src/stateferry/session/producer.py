@@ -109,6 +109,7 @@ class Ledger:
         """Nothing ends before, for want of a renewal or a grant."""
         self._finished: list[RequestId] = []
         self._traced: list[tuple[Holding, bool]] = []
+        self._renounced: list[TransferId] = []
 
     @property
     def open_count(self) -> int:
@@ -133,10 +134,14 @@ class Ledger:
         waiting = self._parked.pop(grant.transfer_id, [])
         return [(p.sender, self._claim(p.claim, now_s)) for p in waiting]
 
-    def withdraw(self, transfer_id: TransferId, reason: str) -> None:
-        """An offer that was promised will never be made."""
-        if transfer_id not in self._holdings:
+    def withdraw(self, transfer_id: TransferId, reason: str, renounced: bool = False) -> None:
+        """An offer that was promised will never be made; or, `renounced`, nobody will claim it."""
+        holding = self._holdings.get(transfer_id)
+        if holding is None:
             self._remember(transfer_id, reason)
+        elif renounced and not holding.claimant:
+            self.counters.released += 1
+            self._end(holding, reason, released=True)
 
     def made(self, transfer_id: TransferId) -> Grant | str | None:
         """The offer if it is there to be claimed; what became of it; None: not heard of yet."""
@@ -184,6 +189,8 @@ class Ledger:
         if len(holding.released_ranks) >= releases_expected(release.tp_size, self._tp_size):
             self.counters.released += 1
             self._end(holding, "was released by " + release.claimant, released=True)
+            if not holding.claimed_ranks:
+                self._renounced.append(release.transfer_id)
         return ReleaseAnswer(transfer_id=release.transfer_id, known=True)
 
     def expire(self, now_s: float) -> tuple[list[Holding], list[tuple[Hashable, ClaimAnswer]]]:
@@ -225,6 +232,11 @@ class Ledger:
         """Hand-offs of traced requests that ended, each once, and whether they were released."""
         traced, self._traced = self._traced, []
         return traced
+
+    def take_renounced(self) -> list[TransferId]:
+        """Transfers that were given back before they were granted or claimed, each once."""
+        renounced, self._renounced = self._renounced, []
+        return renounced
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other. For tests."""
@@ -273,6 +285,7 @@ class Ledger:
             self._parked[release.transfer_id] = others
         if all(p.claim.claimant == release.claimant for p in others):
             self._remember(release.transfer_id, f"was released by {release.claimant} before it was granted")
+            self._renounced.append(release.transfer_id)
 
     def _end(self, holding: Holding, became: str, released: bool) -> None:
         transfer_id = holding.grant.transfer_id

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from stateferry.ids import RequestId
+from stateferry.ids import RequestId, TransferId
 from stateferry.session import Answered, Kept, Orders, Report
 from stateferry.telemetry import Key
 from stateferry.vllm.compat import (
@@ -48,6 +48,8 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
     """Hand-offs that a rank must be given blocks for, because it has no room or its read failed."""
     answered: tuple[Answered, ...] = ()
     """Offers that requests waited for, from rank 0."""
+    renounced: tuple[TransferId, ...] = ()
+    """Transfers whose consumers gave up before they had claimed anything."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both workers' news."""
@@ -62,4 +64,5 @@ class StateFerryWorkerMetadata(KVConnectorWorkerMetadata):
             self.waiting + other.waiting,
             self.apart + other.apart,
             self.answered + other.answered,
+            self.renounced + other.renounced,
         )

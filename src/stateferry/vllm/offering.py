@@ -69,6 +69,9 @@ class Offering:
         self._promised: OrderedDict[TransferId, RequestId] = OrderedDict()
         """Transfers that routers named, because their decode legs wait already, with the first prefill leg
         of that name. Later ones are not offered: a name serves one request."""
+        self._renounced: OrderedDict[TransferId, None] = OrderedDict()
+        """Transfers whose decode legs gave up. Only rank 0's ferry hears of that: without an offer no rank
+        keeps blocks."""
         self._grants: list[Grant] = []
         self._withdrawals: list[Withdrawal] = []
 
@@ -105,6 +108,16 @@ class Offering:
         """These requests' blocks are kept no more."""
         self._granted.difference_update(request_ids)
 
+    def renounced(self, transfer_ids: Sequence[TransferId]) -> None:
+        """Nobody will claim these offers, made or not."""
+        for transfer_id in transfer_ids:
+            if self._promised.get(transfer_id) in self._granted:
+                reason = "was given back by its consumer before it was claimed"
+                self._withdrawals.append(Withdrawal(transfer_id, reason, renounced=True))
+        self._renounced.update(dict.fromkeys(transfer_ids))
+        while len(self._renounced) > MAX_PROMISED:
+            self._renounced.popitem(last=False)
+
     def take_grants(self) -> tuple[Grant, ...]:
         """Orders since the last call."""
         grants, self._grants = self._grants, []
@@ -121,6 +134,8 @@ class Offering:
         if request.status not in ANSWERED:
             self._withdraw(promised, f"will not be made: its prefill ended as {request.status.name}")
             return False, None
+        if promised is not None and promised in self._renounced:
+            return False, self._dialect.refuse("its decode leg has gone", request.kv_transfer_params)
         num_tokens = request.num_prompt_tokens - (0 if self._cuts else 1)
         tables: list[BlockIds] = []
         firsts: list[int] = []

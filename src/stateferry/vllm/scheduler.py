@@ -97,6 +97,7 @@ class SchedulerHalf:
     def heard(self, news: StateFerryWorkerMetadata) -> None:
         """News from the workers."""
         self.taking.heard(news)
+        self.offering.renounced(news.renounced)
         self.numbers.heard(news)
         self._partner.heard(news.counts)
         for report in news.reports:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stateferry.config import Config, LoadMode, control_port
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
-from stateferry.ids import EngineId, RequestId, new_epoch
+from stateferry.ids import EngineId, RequestId, TransferId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.room import room_layout
 from stateferry.layout.spec import CacheLayout
@@ -51,6 +51,7 @@ class WorkerHalf:
         self._waiting: tuple[RequestId, ...] = ()
         self._apart: tuple[RequestId, ...] = ()
         self._answered: tuple[Answered, ...] = ()
+        self._renounced: tuple[TransferId, ...] = ()
         self._tp_rank = 0
         self._kept: tuple[Kept, ...] = ()
         self._told: tuple[dict[Key, int], dict[Key, int]] = ({}, {})
@@ -185,6 +186,7 @@ class WorkerHalf:
         self._kept += results.kept
         self._apart += tuple(results.apart)
         self._answered += results.answered
+        self._renounced += results.renounced
         self._waiting += tuple(load.request_id for load in results.waiting)
         if self._placer is not None:
             self._placer.arrived(results.waiting)
@@ -204,7 +206,8 @@ class WorkerHalf:
         levels, counts = ferry.levels(), ferry.counts()
         told_counts, told_levels = self._told
         same = counts == told_counts and levels == told_levels
-        hold = (self._reports, self._lost, self._kept, self._waiting, self._apart, self._answered)
+        told = (self._reports, self._lost, self._kept, self._waiting, self._apart)
+        hold = (*told, self._answered, self._renounced)
         if same and not any(hold):
             return None
         news = StateFerryWorkerMetadata(
@@ -216,9 +219,10 @@ class WorkerHalf:
             self._waiting,
             self._apart,
             self._answered,
+            self._renounced,
         )
         self._reports, self._lost, self._kept, self._told = (), frozenset(), (), (counts, levels)
-        self._waiting, self._apart, self._answered = (), (), ()
+        self._waiting, self._apart, self._answered, self._renounced = (), (), (), ()
         return news
 
     def shutdown(self) -> None:
