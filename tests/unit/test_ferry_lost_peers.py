@@ -53,7 +53,7 @@ def test_a_watch_that_hears_of_no_broken_connection_is_noticed(monkeypatch: pyte
             nothing.wait(seconds)
 
     nothing = threading.Event()
-    monkeypatch.setattr(SocketEvents, "take", lambda self: 0)
+    monkeypatch.setattr(SocketEvents, "take", lambda self: [])
     monkeypatch.setattr("stateferry.testing.peers.time", Hasty())
     with pytest.raises(TimeoutError):
         test_a_producer_that_died_while_nothing_was_under_way_is_not_called_ready()

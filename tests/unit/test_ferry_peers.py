@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from stateferry.config import Config
 from stateferry.ferry import asking as ferry_asking
 from stateferry.ferry import links as ferry_links
+from stateferry.ferry.connection import Connection
 from stateferry.ferry.link import Link
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.fingerprint import encode_layout
@@ -317,10 +318,21 @@ def test_a_greeting_that_went_down_with_its_connection_is_repeated(
         right(link, *more)
 
     monkeypatch.setattr(Link, "greet", greet)
-    with EngineRank("p") as producer, EngineRank("d", clock=clock) as consumer:
+    # Much patience: the clock moves until the connection is there, and that takes what it takes.
+    config = Config(handshake_timeout_s=600, lease_s=600)
+    with (
+        EngineRank("p", config=config) as producer,
+        EngineRank("d", config=config, clock=clock) as consumer,
+    ):
+        links = consumer.ferry._loop._consumer._links  # type: ignore[union-attr]
+
+        def connected() -> bool:
+            clock.advance(0.1 * ferry_links.LOOK_S)
+            return [link.connection for link in links._links.values()] == [Connection.UP]
+
         if again:
             assert not consumer.read("r", producer.grant(40, TABLES, "r"), LOCAL).failed
-            links = consumer.ferry._loop._consumer._links  # type: ignore[union-attr]
+            wait_until(connected)
             (link,) = links._links.values()
             first = link.peer
             lost.append(True)
@@ -331,6 +343,7 @@ def test_a_greeting_that_went_down_with_its_connection_is_repeated(
             offer = producer.grant(40, TABLES, "r")
             consumer.open("r", offer)
             wait_until(lambda: not lost)
+            wait_until(connected)
             clock.advance(1.1 * ferry_links.REPEAT_S)
             consumer.load("r", offer, LOCAL)
             assert not consumer.wait_received("r").failed

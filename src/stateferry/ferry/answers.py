@@ -71,8 +71,10 @@ class Answers:
                 self._links.welcomed(link, message)
         elif isinstance(message, Refusal):
             if message.epoch not in (0, link.address.epoch):
-                # The engine behind this address is another one now: nothing it said before holds.
-                self._links.fail(link, message.reason)
+                # The engine behind this address is another one now: nothing it said before holds. It says so
+                # to everything that was queued for its former life; that is one failure, and one pause.
+                if link.state is not LinkState.FAILED:
+                    self._links.fail(link, message.reason)
             else:
                 # One question of many; whoever asked it goes without an answer and has a deadline.
                 self._warn(link, f"refused a question: {message.reason}")

@@ -67,7 +67,7 @@ class Guard:
         """Judge who wants in; count who was turned away."""
         if self._zap is not None:
             self._judge(self._zap, counters)
-        for _ in range(self._failures.take()):
+        for _ in self._failures.take():
             self._turned_away(counters, "it has another key or none, or speaks something else")
 
     def close(self) -> None:

@@ -18,9 +18,9 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
+from stateferry.ferry.connection import open_socket
 from stateferry.ferry.inquiry import Inquiry, Place
 from stateferry.ferry.keys import ControlKey
-from stateferry.ferry.link import open_socket
 from stateferry.ids import RequestId
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Answered, Clock, Expect, claimant_name

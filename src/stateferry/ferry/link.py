@@ -16,8 +16,7 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import LayoutError, OfferRefused, ProtocolError, StateFerryError
-from stateferry.ferry.guard import secure_client
-from stateferry.ferry.keys import ControlKey
+from stateferry.ferry.connection import Connection
 from stateferry.ferry.socket_events import SocketEvents
 from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
@@ -27,7 +26,6 @@ from stateferry.session import Cause
 from stateferry.telemetry import OTHER_FIELD
 from stateferry.transport.base import Peer, Transport
 from stateferry.wire import (
-    MAX_MESSAGE_BYTES,
     MAX_TEXT,
     PROTOCOL_VERSION,
     Hello,
@@ -38,14 +36,6 @@ from stateferry.wire import (
     Welcome,
     encode_message,
 )
-
-KEEPALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 15,
-    zmq.TCP_KEEPALIVE_INTVL: 5,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-}
-"""A machine that says nothing for half a minute is taken for gone: 15 s of silence, then three questions."""
 
 
 class LinkState(enum.Enum):
@@ -62,7 +52,7 @@ class Link:
 
     address: RankAddress
     socket: "zmq.Socket[bytes]"
-    breaks: SocketEvents
+    events: SocketEvents
     """Of the socket's connection."""
     deadline_s: float
     """Of the hand-shake while greeting; when to try again once failed."""
@@ -83,6 +73,8 @@ class Link:
     """How many were made; `peer` is the last."""
     greeting_again: bool = False
     """Whether a ready link waits for the hand-shake of its next connection."""
+    connection: Connection = Connection.DIALLED
+    """As of the last `look`."""
     broke: bool = False
     """Whether the socket's connection broke since the greeting that made the link ready, or is to."""
     greeted_s: float = 0.0
@@ -104,6 +96,16 @@ class Link:
     def waits_for_welcome(self) -> bool:
         """Whether a greeting is not answered yet."""
         return self.state is LinkState.GREETING or self.greeting_again
+
+    def look(self, now_s: float) -> None:
+        """Learn what became of the socket's connection."""
+        before = self.connection
+        for event in self.events.take():
+            self.broke |= self.connection is Connection.UP and event == zmq.EVENT_DISCONNECTED
+            self.connection = self.connection.after(event)
+        if self.connection is Connection.UP and before is not Connection.UP:
+            # What waited for it was sent just now: from here on an answer may be expected.
+            self.repeat_at_s = now_s + self.repeat_pause_s
 
     def send(self, message: Message) -> bool:
         """Queue a message without waiting. False: the queue is full, the peer is gone or stuck."""
@@ -170,7 +172,7 @@ class Link:
 
     def close(self) -> None:
         """Close the socket; its peer is for whoever knows what is pending over it."""
-        self.breaks.close()
+        self.events.close()
         self.socket.close(linger=1000)
 
     def _refused(self, error: Exception) -> None:
@@ -207,28 +209,3 @@ class Link:
             )
         self.peer = transport.connect(answer.registration, config.handshake_timeout_s)
         self.connections += 1
-
-
-def open_socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress, key: ControlKey | None
-) -> "zmq.Socket[bytes]":
-    """A socket that connects in the background and never blocks. Bad addresses raise ZMQError."""
-    socket = context.socket(zmq.DEALER)
-    secure_client(socket, key)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.IMMEDIATE, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    # Asks the peer's kernel, not the peer: an engine that is slow to answer keeps its connection, a machine
-    # that is gone loses it. Nothing of it is sent while other bytes are under way.
-    for option, value in KEEPALIVE.items():
-        socket.setsockopt(option, value)
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
-    try:
-        socket.connect(f"tcp://{host}:{address.port}")
-    except zmq.ZMQError:
-        socket.close(linger=0)
-        raise
-    return socket

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 import zmq
 
 from stateferry.config import Config
+from stateferry.ferry.connection import Connection, open_watched_socket
 from stateferry.ferry.keys import ControlKey
-from stateferry.ferry.link import Link, LinkState, open_socket
-from stateferry.ferry.socket_events import SocketEvents
+from stateferry.ferry.link import Link, LinkState
 from stateferry.layout.spec import CacheLayout
 from stateferry.session import Cause, Clock, pause_s
 from stateferry.telemetry import Tally, refusal_label
@@ -28,7 +28,8 @@ LOOK_S = 0.25
 """How often connections are looked after: there may be many links, and a turn takes microseconds."""
 REPEAT_S = 1.0
 """A greeting without an answer is repeated after so long, and then after twice that, and so on: a connection
-that breaks while machines are busy takes the messages on it along, and ZeroMQ makes a new one silently."""
+that breaks while machines are busy takes the messages on it along, and ZeroMQ makes a new one silently.
+Not while there is no connection: it waits in the socket's queue then, and whoever comes back needs one."""
 
 
 class Links:
@@ -98,13 +99,8 @@ class Links:
         if len(self._links) >= MAX_LINKS:
             self._make_room()
         deadline_s = now_s + self._config.handshake_timeout_s
-        socket = open_socket(self._context, address, self._key)
-        try:
-            breaks = SocketEvents(self._context, socket, zmq.EVENT_DISCONNECTED)
-        except zmq.ZMQError:
-            socket.close(linger=0)
-            raise
-        link = Link(address, socket, breaks, deadline_s, failures=failures, room=self._room)
+        socket, events = open_watched_socket(self._context, address, self._key)
+        link = Link(address, socket, events, deadline_s, failures=failures, room=self._room)
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)
         self._greet(link)
@@ -162,7 +158,10 @@ class Links:
                 link.greeting_again, link.cause = False, Cause.PEER
                 self._not_again(link, self._no_answer())
             elif link.waits_for_welcome and now_s >= link.repeat_at_s:
-                self._send_greeting(link, 2 * link.repeat_pause_s)
+                if link.connection is Connection.UP:
+                    self._send_greeting(link, 2 * link.repeat_pause_s)
+                else:
+                    link.repeat_at_s = now_s + link.repeat_pause_s
             elif link.state is LinkState.READY and now_s >= link.next_renewal_s:
                 renew(link, now_s)
             elif not link.requests and now_s >= self._forget_at_s(link):
@@ -193,7 +192,7 @@ class Links:
         in time is still the one that it claimed from.
         """
         for link in self._links.values():
-            link.broke |= link.breaks.take() > 0
+            link.look(now_s)
             if link.broke and link.state is LinkState.READY and not link.requests:
                 logger.info("%s:%d: connection broke; greeting again", link.address.host, link.address.port)
                 self._retire(link)

@@ -1,6 +1,8 @@
 """What becomes of a socket's connections. ZeroMQ makes and mends them on a thread of its own, and tells of it
 only where somebody asked."""
 
+import sys
+
 import zmq
 
 EVENTS_PER_TURN = 256
@@ -24,14 +26,17 @@ class SocketEvents:
         watched.monitor(address, events)
         self.socket.connect(address)
 
-    def take(self) -> int:
-        """How many there were since the last call, at most `EVENTS_PER_TURN`. Never waits."""
-        for count in range(EVENTS_PER_TURN):
+    def take(self) -> list[int]:
+        """ZeroMQ's EVENT_ numbers since the last call, at most `EVENTS_PER_TURN`. Never waits."""
+        events: list[int] = []
+        while len(events) < EVENTS_PER_TURN:
             try:
-                self.socket.recv_multipart(zmq.NOBLOCK)
+                event, _ = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return count
-        return EVENTS_PER_TURN
+                break
+            # A number of two bytes, as this machine orders them; then a value that says nothing to us.
+            events.append(int.from_bytes(event[:2], sys.byteorder))
+        return events
 
     def close(self) -> None:
         """Stop listening; before the watched socket is closed."""

@@ -1,0 +1,163 @@
+"""A producer that dies or is restarted: how often that is told, and how long it is waited for."""
+
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from stateferry.config import Config
+from stateferry.ferry import answers as ferry_answers
+from stateferry.ferry import links as ferry_links
+from stateferry.ferry.answers import Answers
+from stateferry.ferry.connection import Connection
+from stateferry.ferry.link import Link, LinkState
+from stateferry.session import VirtualClock
+from stateferry.testing.peers import EngineRank, small_layout, wait_until
+from stateferry.wire import Message, Refusal
+
+TABLES = ((1, 2, 3), (4,))
+LOCAL = ((5, 6, 7), (8,))
+MET, LOST = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+NOBODY, SOMEBODY = zmq.EVENT_CLOSED, zmq.EVENT_CONNECTED
+
+
+def link_of(rank: EngineRank) -> Link:
+    """The first link it made."""
+    assert rank.ferry._loop is not None
+    return next(iter(rank.ferry._loop._consumer._links._links.values()))
+
+
+def look_until(consumer: EngineRank, clock: VirtualClock, connection: Connection) -> None:
+    """Let time go by until the consumer has noticed what became of its connection."""
+
+    def noticed() -> bool:
+        clock.advance(0.001)
+        return link_of(consumer).connection is connection
+
+    clock.advance(ferry_links.LOOK_S)
+    wait_until(noticed)
+
+
+def live_through(consumer: EngineRank, clock: VirtualClock, seconds: int) -> None:
+    """A second at a time; the ferry has looked around after each."""
+    assert consumer.ferry._loop is not None
+    links = consumer.ferry._loop._consumer._links
+    for _ in range(seconds):
+        clock.advance(1.0)
+        wait_until(lambda: links._next_look_s > clock.now_s())
+
+
+def epoch_refusals(producer: EngineRank) -> int:
+    assert producer.ferry._loop is not None
+    return producer.ferry._loop.counts().get(("stateferry_refusals", "epoch"), 0)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[Refusal]:
+    """Refusals that consumers have dealt with."""
+    dealt_with: list[Refusal] = []
+    right = Answers._handle
+
+    def handle(answers: Answers, link: Link, message: Message) -> None:
+        right(answers, link, message)
+        if isinstance(message, Refusal):
+            dealt_with.append(message)
+
+    monkeypatch.setattr(Answers, "_handle", handle)
+    return dealt_with
+
+
+def warnings_of_pauses(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "next try in" in r.getMessage()]
+
+
+@pytest.mark.parametrize("down_s", [4, 6], ids=["while it is greeted", "after that was given up"])
+def test_one_restart_of_an_idle_producer_is_one_failure_one_warning_and_one_refusal(
+    caplog: pytest.LogCaptureFixture, refused: list[Refusal], down_s: int
+) -> None:
+    """Symptom: four warnings in one second, with pauses of up to 12 s, and four times `do not fit: epoch` on
+    the new engine. The greeting was repeated while nobody was there, and every copy was refused."""
+    clock = VirtualClock()
+    with EngineRank("d", config=Config(handshake_timeout_s=5), clock=clock) as consumer:
+        with EngineRank("p") as producer:
+            offer = producer.grant(40, TABLES, "before")
+            assert not consumer.read("before", offer, LOCAL).failed
+            look_until(consumer, clock, Connection.UP)
+        look_until(consumer, clock, Connection.REFUSED)
+        assert link_of(consumer).state is LinkState.GREETING
+        live_through(consumer, clock, down_s)
+        with EngineRank("p", layout=small_layout("p"), port=offer.ranks[0].port) as producer:
+            wait_until(lambda: len(refused) > 0)
+            former = link_of(consumer)
+            assert not consumer.read("after", producer.grant(40, TABLES, "after"), LOCAL).failed
+            assert epoch_refusals(producer) == 1
+        assert (former.state, former.failures) == (LinkState.FAILED, 1)
+    assert len(warnings_of_pauses(caplog)) == 1
+
+
+def test_greetings_that_pile_up_while_nobody_is_there_are_noticed(
+    caplog: pytest.LogCaptureFixture, refused: list[Refusal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ferry_links, "Connection", SimpleNamespace(UP=Connection.REFUSED))
+    with pytest.raises(AssertionError):
+        test_one_restart_of_an_idle_producer_is_one_failure_one_warning_and_one_refusal(caplog, refused, 4)
+
+
+def questions_to_a_former_life(refused: list[Refusal]) -> Link:
+    """The link over which three requests asked a producer that was restarted before they did."""
+    clock = VirtualClock()
+    with EngineRank("d", clock=clock) as consumer:
+        with EngineRank("p") as producer:
+            consumer.open("first", producer.grant(40, TABLES, "first"))
+            offers = [producer.offer(40, TABLES, f"r{number}") for number in range(3)]
+            wait_until(lambda: producer.ferry.counters.claimed == 1)
+            look_until(consumer, clock, Connection.UP)
+        look_until(consumer, clock, Connection.REFUSED)
+        for number, offer in enumerate(offers):
+            consumer.open(f"r{number}", offer)
+        wait_until(lambda: len(link_of(consumer).claims_sent_s) == len(offers))
+        with EngineRank("p", layout=small_layout("p"), port=offers[0].ranks[0].port):
+            # At least: what they give back is refused as well.
+            wait_until(lambda: len(refused) >= len(offers))
+            return link_of(consumer)
+
+
+def test_every_question_to_a_former_life_is_refused_and_that_is_one_failure(
+    caplog: pytest.LogCaptureFixture, refused: list[Refusal]
+) -> None:
+    link = questions_to_a_former_life(refused)
+    assert (link.state, link.failures) == (LinkState.FAILED, 1)
+    assert "it was restarted" in link.reason
+    assert len(warnings_of_pauses(caplog)) == 1
+
+
+def test_refusals_that_are_all_taken_for_failures_are_noticed(
+    caplog: pytest.LogCaptureFixture, refused: list[Refusal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = SimpleNamespace(GREETING=LinkState.GREETING, READY=LinkState.READY, FAILED=None)
+    monkeypatch.setattr(ferry_answers, "LinkState", states)
+    assert questions_to_a_former_life(refused).failures > 1
+    assert len(warnings_of_pauses(caplog)) > 1
+
+
+@pytest.mark.parametrize(
+    ("events", "connection"),
+    [
+        ([], Connection.DIALLED),
+        ([NOBODY, SOMEBODY, LOST, NOBODY], Connection.DIALLED),
+        ([NOBODY, SOMEBODY, MET], Connection.UP),
+        ([MET, LOST], Connection.BROKEN),
+        ([MET, LOST, NOBODY], Connection.REFUSED),
+        ([MET, LOST, NOBODY, SOMEBODY], Connection.BROKEN),
+        ([MET, LOST, NOBODY, SOMEBODY, LOST], Connection.BROKEN),
+        ([MET, LOST, NOBODY, SOMEBODY, MET], Connection.UP),
+        ([MET, LOST, SOMEBODY, LOST, NOBODY], Connection.REFUSED),
+    ],
+)
+def test_only_who_was_there_and_takes_no_calls_any_more_is_gone(
+    events: list[int], connection: Connection
+) -> None:
+    found = Connection.DIALLED
+    for event in events:
+        found = found.after(event)
+    assert found is connection
