@@ -152,8 +152,30 @@ def test_ctrl_c_stops_everything(start: Callable[..., Demo], number: signal.Sign
     assert "Traceback" not in errors
     said = [line.strip() for line in output.splitlines()]
     said = said[said.index("stopping 2 servers: prefill, decode") :]
-    assert said[1] in ("1 to go: prefill", "1 to go: decode")
-    assert said[2] == "all stopped"
+    assert said[1].startswith("what has not ended after 10 s is killed")
+    assert said[2] in ("1 to go: prefill", "1 to go: decode")
+    assert said[3] == "all stopped"
+
+
+DEAF = """import signal
+signal.signal(signal.SIGTERM, lambda number, frame: print('heard and stays', flush=True))
+print('listens', flush=True)
+while True: time.sleep(600)"""
+
+
+def test_a_second_ctrl_c_kills_what_does_not_end_and_says_so(start: Callable[..., Demo]) -> None:
+    """Symptom: the command ended without a word, and the engines ran on for seconds."""
+    demo = start("starting", DEAF)
+    wait_for_log(demo, "listens")
+    demo.process.send_signal(signal.SIGINT)
+    wait_for_log(demo, "heard and stays")
+    demo.process.send_signal(signal.SIGINT)
+    output, errors = demo.process.communicate(timeout=30)
+    assert demo.process.returncode == 130
+    assert demo.left() == []
+    assert "Traceback" not in errors
+    said = [line.strip() for line in output.splitlines()]
+    assert said[said.index("killing prefill, decode") :][-1] == "all stopped"
 
 
 def test_an_engine_that_dies_ends_the_demo_with_its_reason(start: Callable[..., Demo]) -> None:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from stateferry.stack import Progress, ProgressCallback
 
@@ -46,7 +47,8 @@ def shown_progress(console: Console) -> Iterator[ProgressCallback]:
     def table() -> Table:
         grid = Table.grid(padding=(0, 2))
         for name, (text, seconds, ready) in rows.items():
-            mark = "[green]ready[/green]" if ready else text
+            # No markup: what is said while this is shown may be printed without it, and this along with it.
+            mark = Text("ready", "green") if ready else Text(text)
             grid.add_row(f"  {name}", f"{seconds:5.1f} s", mark)
         return grid
 
@@ -56,7 +58,7 @@ def shown_progress(console: Console) -> Iterator[ProgressCallback]:
             def update(progress: Progress) -> None:
                 before = rows.get(progress.name, ("starting", 0.0, False))[0]
                 rows[progress.name] = (step(progress.line) or before, progress.seconds, progress.ready)
-                live.update(table())
+                live.update(table(), refresh=True)
 
             yield update
         return

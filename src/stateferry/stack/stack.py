@@ -89,7 +89,8 @@ class Stack:
             server.check_alive()
 
     def stop(self, *servers: Server) -> None:
-        """End some of the servers, at the same time."""
+        """End some of the servers, at the same time. An interrupt while they end kills what is left of them
+        at once, and is raised when that is done."""
         left = {server.pid: server.name for server in servers}
         if left:
             self._tell(list(left.values()), True)
@@ -98,7 +99,16 @@ class Stack:
             left.pop(pid, None)
             self._tell(list(left.values()), True)
 
-        end_all([server.child for server in servers], self._grace_s, ended)
+        try:
+            end_all([server.child for server in servers], self._grace_s, ended)
+        except (KeyboardInterrupt, SystemExit):
+            end_all([server.child for server in servers if server.pid in left], 0.0, ended)
+            self._forget(servers)
+            raise
+        self._forget(servers)
+
+    def _forget(self, servers: Sequence[Server]) -> None:
+        """They have ended."""
         for server in servers:
             server.release_ports()
             self._guardian.remove(server.child)
