@@ -10,6 +10,7 @@ from stateferry.errors import ProtocolError
 from stateferry.ferry import inquiries, links, loop
 from stateferry.ferry.producer import MESSAGES_PER_TURN, ProducerService
 from stateferry.ferry.quiet import INTERVAL_S, LogLimit
+from stateferry.ferry.socket_events import SocketEvents
 from stateferry.ids import Epoch
 from stateferry.layout import shard
 from stateferry.layout.fingerprint import decode_layout, encode_layout
@@ -163,3 +164,30 @@ def test_there_are_sockets_for_all_links_and_all_questions_together() -> None:
     """A link is watched by two more: ours, and ZeroMQ's on the other end of it."""
     needed = 3 * links.MAX_LINKS + inquiries.MAX_PLACES + len(("listener", "zap", "failures", "monitor"))
     assert needed < loop.MAX_SOCKETS
+
+
+def test_a_new_link_is_not_refused_because_an_old_ones_watcher_is_not_gone_yet() -> None:
+    """Address already in use: it was named after an object that was gone, while ZeroMQ, on a thread of
+    its own, still had the socket. The hand-off that met a new producer then failed."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as watched:
+        watched.linger = 0
+        for _ in range(200):
+            events = SocketEvents(context, watched, zmq.EVENT_DISCONNECTED)
+            events.close()
+            del events
+
+
+def test_a_watcher_that_cannot_watch_leaves_no_socket_behind() -> None:
+    """There are only so many, and where none is left is where this happens."""
+
+    class Unwatchable:
+        def monitor(self, address: str, events: int) -> None:
+            raise zmq.ZMQError(zmq.EADDRINUSE)
+
+    with zmq.Context() as context:
+        made = []
+        right = context.socket
+        context.socket = lambda kind: made.append(right(kind)) or made[-1]  # type: ignore
+        with pytest.raises(zmq.ZMQError):
+            SocketEvents(context, Unwatchable(), zmq.EVENT_DISCONNECTED)  # type: ignore[arg-type]
+        assert [socket.closed for socket in made] == [True]
