@@ -1,6 +1,7 @@
 """The demo without engines: its verdict, what it shows while servers start, and that it cleans up."""
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -8,13 +9,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
-from stateferry.cli.showcase import Arm, Asked
+from stateferry.cli.demo import _show
+from stateferry.cli.showcase import Arm, Asked, ask_all
 from stateferry.cli.starting import step
+from stateferry.stack import Client, Completion, Engine, Handoff, Router
 
 RIGHT = "Paris . where is Clara Stone Rome ."
 GOOD = Asked(
@@ -54,6 +59,68 @@ def test_an_error_in_place_of_the_withheld_answer_is_no_problem() -> None:
 def test_anything_else_is_a_problem(changes: dict[str, Arm], words: str) -> None:
     problems = dataclasses.replace(GOOD, **changes).problems()
     assert any(words in problem for problem in problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A question, an engine, or a router."""
+
+    url: str = "engine"
+    text: str = "where is Clara Brook"
+    answer: str = "Paris"
+    follow_up: str = RIGHT.removeprefix("Paris ")
+
+
+class Answers:
+    """A client of engines whose hand-offs take these milliseconds, one after the other."""
+
+    def __init__(self, milliseconds: Sequence[float], last: str = "received") -> None:
+        outcomes = ["received"] * (len(milliseconds) - 1) + [last]
+        self._hand_offs = iter(
+            {"outcome": outcome, "milliseconds": took, "wait_milliseconds": took / 2, "bytes": {"state": 1}}
+            for took, outcome in zip(milliseconds, outcomes, strict=True)
+        )
+
+    def reset_prefix_cache(self, url: str) -> None:
+        """Nothing is kept."""
+
+    def complete(self, url: str, prompt: str, max_tokens: int, *, stream: bool = False) -> Completion:
+        said = url == "router" and not stream and max_tokens > 2
+        params = {"stateferry": {"received": next(self._hand_offs)}} if said else None
+        return Completion(RIGHT, (), "length", 60, params, None, 0.1, 0.2 if stream else None)
+
+    def handoff(self, *_: object, **__: object) -> Handoff:
+        wrong = Completion("Rome", (), "length", 60, None, None, 0.1, None)
+        return Handoff(wrong, wrong, 0.1, None)
+
+
+def asked(client: Answers) -> Asked:
+    engine, router = cast(Engine, Place()), cast(Router, Place("router"))
+    (one,) = ask_all(cast(Client, client), engine, engine, router, [Place()], lambda text: None)
+    return one
+
+
+def test_what_is_shown_of_a_reading_is_the_median_of_several() -> None:
+    """Symptom: one slow hand-off of one was shown as read in 528 ms, beside a first token after 209 ms."""
+    one = asked(Answers([527.9, 4.0, 5.0]))
+    assert one.two_engines.received["milliseconds"] == 5.0
+    assert one.problems() == []
+
+
+def test_a_hand_off_that_was_not_received_is_not_hidden_by_two_that_were() -> None:
+    one = asked(Answers([4.0, 5.0, 6.0], last="failed"))
+    assert any("it reports failed" in problem for problem in one.problems())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_says_what_was_waiting_and_that_the_requests_differ(width: int) -> None:
+    screen = Console(file=io.StringIO(), width=width)
+    _show(screen, [asked(Answers([527.9, 4.0, 5.0]))])
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    (row,) = [line for line in shown.splitlines() if "5.0 ms" in line]
+    assert "2.5 ms" in row
+    assert "others than those whose first token is timed" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

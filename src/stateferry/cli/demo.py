@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stateferry.cli.showcase import Asked, ask_all
+from stateferry.cli.showcase import ROUNDS, Asked, ask_all
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
 from stateferry.cli.transport_names import TRANSPORT_NAMES
@@ -99,7 +99,7 @@ def _show(console: Console, asked: list[Asked]) -> None:
         )
     console.print(answers)
     moved = Table(title="\nMoved from prefill to decode engine", title_justify="left")
-    for heading in ("prompt", "attention KV", "recurrent state", "read in", "first token: one", "two"):
+    for heading in ("prompt", "attention KV", "state", "read in", "waiting", "first token: one", "two"):
         moved.add_column(heading, justify="right")
     for one in asked:
         received = one.two_engines.received
@@ -108,11 +108,18 @@ def _show(console: Console, asked: list[Asked]) -> None:
             f"{one.prompt_tokens} tokens",
             _bytes(sizes.get("attention")),
             _bytes(sizes.get("state")),
-            "-" if "milliseconds" not in received else f"{received['milliseconds']:.1f} ms",
+            _read_in(received.get("milliseconds")),
+            _read_in(received.get("wait_milliseconds")),
             _milliseconds(one.one_engine.first_token_s),
             _milliseconds(one.two_engines.first_token_s),
         )
     console.print(moved)
+    console.print(
+        f"Medians of {ROUNDS} requests. Those 'read in' are others than those whose first token is timed, "
+        "for an answer that streams does not say what was read. 'Waiting' is the part of reading that passes until "
+        "the prefill engine is met and earlier work on the blocks is done.",
+        style="dim",
+    )
 
 
 def _verdict(console: Console, problems: list[str]) -> None:
@@ -150,6 +157,10 @@ def _short(text: str, words: int = 6) -> str:
 
 def _bytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 1024:,.0f} KiB"
+
+
+def _read_in(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.1f} ms"
 
 
 def _milliseconds(seconds: float | None) -> str:
