@@ -116,8 +116,8 @@ def _show(console: Console, asked: list[Asked]) -> None:
     console.print(moved)
     console.print(
         f"Medians of {ROUNDS} requests. Those 'read in' are others than those whose first token is timed, "
-        "for an answer that streams does not say what was read. 'Waiting' is the part of reading that passes until "
-        "the prefill engine is met and earlier work on the blocks is done.",
+        "for an answer that streams does not say what was read. 'Waiting' is the part of reading that passes "
+        "until the prefill engine is met and earlier work on the blocks is done.",
         style="dim",
     )
 
