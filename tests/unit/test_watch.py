@@ -212,6 +212,8 @@ def test_once_prints_a_plain_table_of_what_the_router_has() -> None:
         assert words in result.stdout
     assert "no answer" not in result.stdout.lower()
     assert "\x1b" not in result.stdout
+    assert "too narrow" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) < 240, "tables are wider than what is in them"
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
