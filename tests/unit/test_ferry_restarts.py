@@ -1,9 +1,11 @@
 """A producer that dies or is restarted: how often that is told, and how long it is waited for."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from stateferry.config import Config
 from stateferry.ferry import answers as ferry_answers
@@ -13,6 +15,9 @@ from stateferry.ferry.connection import Connection
 from stateferry.ferry.link import Link, LinkState
 from stateferry.session import VirtualClock
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
+from stateferry.transport import TransportOptions
+from stateferry.transport.faults import FaultsTransport
+from stateferry.transport.memory import MemoryTransport
 from stateferry.wire import Message, Refusal
 
 TABLES = ((1, 2, 3), (4,))
@@ -138,6 +143,77 @@ def test_refusals_that_are_all_taken_for_failures_are_noticed(
     monkeypatch.setattr(ferry_answers, "LinkState", states)
     assert questions_to_a_former_life(refused).failures > 1
     assert len(warnings_of_pauses(caplog)) > 1
+
+
+PATIENT = Config(testing=True, handshake_timeout_s=600, transfer_timeout_s=600, lease_s=600)
+
+
+def read_from_the_dead(order: str, patience_s: float = 20.0) -> str:
+    """Why a hand-off fails whose producer died. Raises TimeoutError if it is not told in `patience_s`."""
+    with EngineRank("d", config=PATIENT) as consumer:
+        with EngineRank("p", config=PATIENT) as producer:
+            offer = producer.grant(40, TABLES, "r")
+            assert not consumer.read("before", producer.grant(40, TABLES, "before"), LOCAL).failed
+            if order == "claimed before":
+                consumer.open("r", offer)
+                wait_until(lambda: producer.ferry.counters.claimed == 2)
+        if order != "claimed before":
+            wait_until(lambda: link_of(consumer).state is LinkState.GREETING)
+            consumer.open("r", offer)
+        consumer.load("r", offer, LOCAL)
+        results = consumer.wait_received("r", patience_s)
+        assert results.failed == {"r"}
+        return results.reports[-1].reason
+
+
+@pytest.mark.parametrize("order", ["claimed before", "claimed after"])
+def test_a_read_from_a_producer_that_died_does_not_wait_for_an_answer_to_the_hand_shake(order: str) -> None:
+    """Symptom: a decode leg waited for ten seconds, although its reason said that the process was gone."""
+    assert "cannot be dialled" in read_from_the_dead(order)
+
+
+def test_a_wait_for_the_dead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ferry_links, "Connection", SimpleNamespace(UP=Connection.UP, REFUSED=None))
+    with pytest.raises(TimeoutError):
+        read_from_the_dead("claimed before", patience_s=1.0)
+
+
+def test_a_producer_that_is_only_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slow = VirtualClock(), [False]
+    right = Link.greet
+
+    def greet(link: Link, *more: Any) -> None:
+        if not slow[0]:
+            right(link, *more)
+
+    monkeypatch.setattr(Link, "greet", greet)
+    transport = FaultsTransport(TransportOptions(), MemoryTransport())
+    with (
+        EngineRank("p", config=PATIENT) as producer,
+        EngineRank("d", config=PATIENT, clock=clock, transport=transport) as consumer,
+    ):
+        broken = {"nothing": True, "faults": [{"kind": "break", "reads": [1]}]}
+        offer = replace(producer.grant(40, TABLES, "r"), tamper=broken)
+        consumer.open("r", offer)
+        wait_until(lambda: producer.ferry.counters.claimed == 1)
+        look_until(consumer, clock, Connection.UP)
+        link = link_of(consumer)
+        slow[0] = True
+        consumer.load("r", offer, LOCAL)
+        wait_until(lambda: link.greeting_again or consumer.ferry.open_count == 0)
+        live_through(consumer, clock, 4)
+        assert link.greeting_again, f"given up: {link.reason}"
+        slow[0] = False
+        live_through(consumer, clock, 4)
+        results = consumer.wait_received("r")
+        assert not results.failed
+        assert results.reports[-1].retries == 1
+
+
+def test_a_slow_producer_that_is_taken_for_dead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ferry_links, "Connection", SimpleNamespace(UP=Connection.UP, REFUSED=Connection.UP))
+    with pytest.raises(AssertionError, match="given up"):
+        test_a_producer_that_is_only_slow_is_waited_for(monkeypatch)
 
 
 @pytest.mark.parametrize(

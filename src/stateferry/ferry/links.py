@@ -151,12 +151,8 @@ class Links:
             self._next_look_s = now_s + LOOK_S
             self._look_at_connections(now_s)
         for link in list(self._links.values()):
-            patience_s = self._config.handshake_timeout_s
-            if link.state is LinkState.GREETING and now_s >= link.deadline_s:
-                self.fail(link, self._no_answer())
-            elif link.greeting_again and now_s >= link.greeted_s + patience_s:
-                link.greeting_again, link.cause = False, Cause.PEER
-                self._not_again(link, self._no_answer())
+            if why := self._waits_in_vain(link, now_s):
+                self._give_up_greeting(link, why)
             elif link.waits_for_welcome and now_s >= link.repeat_at_s:
                 if link.connection is Connection.UP:
                     self._send_greeting(link, 2 * link.repeat_pause_s)
@@ -204,6 +200,23 @@ class Links:
         if link.refused_field:
             self.tally.add("stateferry_refusals", refusal_label(link.refused_field))
             link.refused_field = ""
+
+    def _waits_in_vain(self, link: Link, now_s: float) -> str:
+        """Why nobody is going to answer its greeting; empty: somebody may, or it has none."""
+        if not link.waits_for_welcome:
+            return ""
+        if link.requests and link.connection is Connection.REFUSED:
+            return (
+                "its connection broke and it cannot be dialled: its engine ended, or its machine is cut off"
+            )
+        return self._no_answer() if now_s >= link.greeted_s + self._config.handshake_timeout_s else ""
+
+    def _give_up_greeting(self, link: Link, why: str) -> None:
+        if link.state is LinkState.GREETING:
+            self.fail(link, why)
+        else:
+            link.greeting_again, link.cause = False, Cause.PEER
+            self._not_again(link, why)
 
     def _no_answer(self) -> str:
         who = "nobody listens there, or its auth_key_file holds another key or is not set"
