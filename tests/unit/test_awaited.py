@@ -202,9 +202,11 @@ def test_both_legs_read_the_same_id_out_of_a_name() -> None:
 
 
 def test_an_ipv6_address_is_read() -> None:
-    promise = parse_promise(decode_leg(remote_engine_id=engine_place("p", RankAddress("fe80::1", 1, EPOCH))))
-    assert promise is not None
-    assert (promise.address.host, promise.address.port) == ("fe80::1", 1)
+    for host in ("fe80::1", "fe80::1%br-lan", "fe80::1%veth_0"):
+        for place in (engine_place("p", RankAddress(host, 1, EPOCH)), f"p@[{host}]:1"):
+            promise = parse_promise(decode_leg(remote_engine_id=place))
+            assert promise is not None
+            assert (promise.address.host, promise.address.port) == (host, 1)
 
 
 def test_a_router_that_waits_names_nothing() -> None:
@@ -230,6 +232,8 @@ def test_a_leg_that_has_its_offer_waits_for_nothing(changes: dict[str, Any]) -> 
         ({"remote_engine_id": "p"}, "NAME@IP:PORT"),
         ({"remote_engine_id": "p@1.2.3.4:5\n"}, "NAME@IP:PORT"),
         ({"remote_engine_id": "p@example.org:5"}, "no address"),
+        ({"remote_engine_id": "p@[::1:5"}, "NAME@IP:PORT"),
+        ({"remote_engine_id": "p@::1]:5"}, "NAME@IP:PORT"),
         ({"remote_engine_id": "p@1.2.3.4:0"}, "port 0"),
         ({"remote_engine_id": "p@1.2.3.4:65536"}, "port 65536"),
     ],

@@ -21,7 +21,8 @@ from stateferry.wire.params import RankAddress
 MAX_NAME = 512
 ANY_LIFE = Epoch(1)
 """A promise names no life of the engine: whichever answers makes the offer, and that names its own."""
-_PLACE = re.compile(r"@([0-9A-Za-z.:%]{1,64}):([0-9]{1,5})\Z")
+_PLACE = re.compile(r"@(\[?)([0-9A-Za-z.:_%-]{1,64})(\]?):([0-9]{1,5})\Z")
+"""An IPv6 address may stand in brackets, and end in the name of a network interface."""
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -63,12 +64,12 @@ def parse_promise(params: Mapping[str, Any]) -> Promise | None:
         raise ProtocolError(f"transfer_id has {len(name)} characters; 1 to {MAX_NAME} can be used")
     engine_id = params.get("remote_engine_id")
     place = _PLACE.search(engine_id) if isinstance(engine_id, str) else None
-    if place is None:
+    if place is None or bool(place.group(1)) != bool(place.group(3)):
         raise ProtocolError(
             f"remote_engine_id is {str(engine_id)[:100]!r} and there are no remote_block_ids: a decode leg "
             "that is sent before its offer names the prefill engine as NAME@IP:PORT, its first control port"
         )
-    host, port = place.group(1), int(place.group(2))
+    host, port = place.group(2), int(place.group(4))
     try:
         ipaddress.ip_address(host)
     except ValueError as e:
