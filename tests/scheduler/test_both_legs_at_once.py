@@ -140,8 +140,9 @@ def test_a_client_that_leaves_while_its_decode_leg_waits_frees_the_prefill_befor
         )
         pair.producer.add(prompt_of(14), params=prefill_params("t"))
         pair.run()
-        assert pair.producer.ferry.counters.released == 1
-        assert pair.producer.ferry.counters.expired == 0
+        counters = pair.producer.ferry.counters
+        assert counters.released == counters.granted, "or it was not offered, where that was known in time"
+        assert counters.expired == 0
         pair.check_idle()
 
 
