@@ -14,7 +14,7 @@ import zmq
 from stateferry.ferry.guard import secure_client
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.socket_events import SocketEvents
-from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
+from stateferry.wire import MAX_MESSAGE_BYTES, Message, RankAddress, encode_message
 
 KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -83,6 +83,15 @@ def open_watched_socket(
         socket.close(linger=0)
         raise
     return socket, events
+
+
+def send_without_waiting(socket: "zmq.Socket[bytes]", message: Message) -> bool:
+    """Queue a message. False: the queue is full, the peer is gone or stuck."""
+    try:
+        socket.send(encode_message(message), zmq.NOBLOCK)
+    except zmq.ZMQError:
+        return False
+    return True
 
 
 def _make_socket(

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from stateferry.ferry.connection import send_without_waiting
 from stateferry.ids import Epoch, TransferId
 from stateferry.session import Expect
-from stateferry.wire import Message, encode_message
+from stateferry.wire import Message
 
 
 @dataclass(slots=True, eq=False)
@@ -31,11 +32,7 @@ class Place:
 
     def send(self, message: Message) -> bool:
         """Queue it without waiting. False: the queue is full."""
-        try:
-            self.socket.send(encode_message(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return send_without_waiting(self.socket, message)
 
 
 @dataclass(slots=True, eq=False)

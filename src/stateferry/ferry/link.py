@@ -16,7 +16,7 @@ import zmq
 
 from stateferry.config import Config
 from stateferry.errors import LayoutError, OfferRefused, ProtocolError, StateFerryError
-from stateferry.ferry.connection import Connection
+from stateferry.ferry.connection import Connection, send_without_waiting
 from stateferry.ferry.socket_events import SocketEvents
 from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
@@ -34,7 +34,6 @@ from stateferry.wire import (
     Refusal,
     Renewal,
     Welcome,
-    encode_message,
 )
 
 
@@ -109,11 +108,7 @@ class Link:
 
     def send(self, message: Message) -> bool:
         """Queue a message without waiting. False: the queue is full, the peer is gone or stuck."""
-        try:
-            self.socket.send(encode_message(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return send_without_waiting(self.socket, message)
 
     def greet(self, layout: CacheLayout, encoded: bytes, transport_name: str, software: str) -> None:
         """Send the first message."""
