@@ -64,6 +64,14 @@ def decode_first(pair: Pair, prompt: list[int], name: str = "t", **more: Any) ->
     return request_id
 
 
+def assert_computed(pair: Pair, request_id: str) -> None:
+    """To its end: the decode engine computed the prompt by itself, rightly, and nothing is kept."""
+    pair.run()
+    assert pair.consumer.scheduled[request_id][0][0] == 0
+    assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
+    pair.check_idle()
+
+
 @pytest.mark.parametrize("load_mode", ["async", "sync"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_length_is_handed_off_whichever_leg_comes_first(model: str, load_mode: str) -> None:
@@ -114,20 +122,14 @@ def test_a_prefill_that_is_aborted_frees_its_decode_leg_at_once() -> None:
         request_id = decode_first(pair, prompt_of(14))
         prefill = pair.producer.add(prompt_of(14), params=prefill_params("t")).request_id
         pair.producer.abort(prefill)
-        pair.run()
-        assert pair.consumer.scheduled[request_id][0][0] == 0
-        assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
-        pair.check_idle()
+        assert_computed(pair, request_id)
 
 
 def test_a_prefill_that_is_not_offered_frees_its_decode_leg_at_once() -> None:
     with Pair(HYBRID) as pair:
         request_id = decode_first(pair, prompt_of(14))
         pair.producer.add(prompt_of(14), params=prefill_params("t"), prompt_logprobs=1)
-        pair.run()
-        assert pair.consumer.scheduled[request_id][0][0] == 0
-        assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
-        pair.check_idle()
+        assert_computed(pair, request_id)
 
 
 def test_a_client_that_leaves_while_its_decode_leg_waits_frees_the_prefill_before_the_lease_ends() -> None:
@@ -214,10 +216,7 @@ def test_an_offer_of_another_transfer_is_not_taken(monkeypatch: pytest.MonkeyPat
     with Pair(HYBRID, producer={"lease_s": 0.5}) as pair:
         request_id = decode_first(pair, prompt_of(14))
         pair.producer.add(prompt_of(14), params=prefill_params("t"))
-        pair.run()
-        assert pair.consumer.scheduled[request_id][0][0] == 0
-        assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
-        pair.check_idle()
+        assert_computed(pair, request_id)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +232,7 @@ def test_junk_in_place_of_an_offer_is_computed(answered: bytes, monkeypatch: pyt
     with Pair(HYBRID, producer={"lease_s": 0.5}) as pair:
         request_id = decode_first(pair, prompt_of(14))
         pair.producer.add(prompt_of(14), params=prefill_params("t"))
-        pair.run()
-        assert pair.consumer.scheduled[request_id][0][0] == 0
-        assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14), 4)
-        pair.check_idle()
+        assert_computed(pair, request_id)
 
 
 @pytest.mark.parametrize(

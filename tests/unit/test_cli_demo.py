@@ -15,6 +15,7 @@ from typing import cast
 
 import pytest
 from rich.console import Console
+from tests.left_behind import processes_with
 
 from stateferry.cli.demo import _show
 from stateferry.cli.showcase import Arm, Asked, ask_all
@@ -171,16 +172,7 @@ class Demo:
 
     def left(self) -> list[int]:
         """Processes that the demo started and that are alive, the guardian included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != self.process.pid:
-                try:
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        return processes_with(self.mark, but=self.process.pid)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.left_behind import processes_with
 from tests.programs import loaded
 
 ROOT = Path(__file__).parents[2]
@@ -109,16 +110,7 @@ class Run:
 
     def left(self) -> list[int]:
         """What it started and is still alive."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != self.process.pid:
-                try:
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        return processes_with(self.mark, but=self.process.pid)
 
 
 @pytest.fixture
