@@ -32,6 +32,8 @@ CALLED = {
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": ("KVConnectorStats", "KVConnectorPromMetrics"),
 }
 """Classes whose methods or fields we call or override, besides the bases."""
+MESSAGE_QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
+"""Where vLLM's processes wait for each other."""
 WATCHED = (
     "vllm.config",
     "vllm.distributed.kv_transfer.kv_connector",
@@ -147,6 +149,7 @@ def look(root: Path, version: str) -> Seen:
     every = {pair for alternatives in imported() for pair in alternatives}
     wanted = {module for module, _ in every} | set(CALLED) | {BASE}
     wanted |= {m for watched in WATCHED for m in _below(root, watched)}
+    wanted |= {f"{m}.{name}" for m, name in every if module_file(root, f"{m}.{name}") is not None}
     names: dict[str, list[str]] = {}
     classes: dict[str, Any] = {}
     functions: dict[str, Signature] = {}
@@ -213,6 +216,10 @@ def rows(seen: Seen) -> dict[str, str]:
     results = seen["classes"]["KVConnectorTransferResults"]["fields"]
     lost = {"finished_sending", "finished_recving", "failed_recving"} - set(results)
     found["results of transfers"] = ", ".join(sorted(lost))
+    queue = seen["names"].get(MESSAGE_QUEUE, [])
+    found["wait that a pause replaces"] = (
+        "" if "sched_yield" in queue else "no `sched_yield`: no pause is made"
+    )
     register = seen["classes"]["KVConnectorFactory"]["methods"]["register_connector"][0]
     wanted = ["cls", "name", "module_path", "class_name"]
     found["registration"] = "" if register == wanted else f"takes {', '.join(register)}"

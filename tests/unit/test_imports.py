@@ -18,6 +18,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "ids": frozenset(),
     "block_ids": frozenset(),
     "config": frozenset({"errors"}),
+    "pause": frozenset({"errors"}),
     "telemetry": frozenset({"errors", "ids"}),
     "layout": frozenset({"errors", "ids"}),
     "wire": frozenset({"block_ids", "errors", "ids"}),
@@ -28,13 +29,13 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     ),
     "moriio": frozenset({"block_ids", "config", "errors", "layout.spec", "wire"}),
     "vllm": frozenset(
-        {"block_ids", "config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry"}
-        | {"transport", "wire"}
+        {"block_ids", "config", "errors", "ferry", "ids", "layout", "moriio", "pause", "session"}
+        | {"telemetry", "transport", "wire"}
         # What `testing: true` asks for: damage on purpose.
         | {"testing.mutants"}
     ),
     "models": frozenset({"errors"}),
-    "stack": frozenset({"errors"}),
+    "stack": frozenset({"errors", "pause", "vllm.versions"}),
     "testing": frozenset(
         {"block_ids", "config", "errors", "ferry", "ids", "layout", "moriio", "session", "telemetry"}
         | {"transport", "wire"}

@@ -1,6 +1,5 @@
 """`stateferry serve`: vLLM's OpenAI server with our connector configured."""
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -20,8 +19,9 @@ from stateferry.cli.transport_names import TRANSPORT_NAMES
 from stateferry.cli.vllm_server import MODULE, SERVER
 from stateferry.config import Config
 from stateferry.errors import ConfigError, EngineError
+from stateferry.pause import CPU_PAUSE_US, PAUSE_US, pause_us
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
-from stateferry.vllm.versions import vllm_version
+from stateferry.vllm.versions import is_for_cpu, vllm_version
 
 CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's size of the KV cache on CPU, in GiB."""
@@ -212,6 +212,7 @@ def _serve(
             "vLLM is not installed in this Python environment. With StateFerry's source: `make setup`; "
             "otherwise pip install 'stateferry[cpu]' or 'stateferry[cuda]'."
         )
+    pause_us(os.environ)
     check_model(model, arguments)
     check_ports(arguments, config)
     port = http_port(arguments)
@@ -223,7 +224,10 @@ def _serve(
     _say(f"it gets --kv-transfer-config '{transfer}'")
     if role is Role.DECODE:
         _say("what fails to arrive is computed here (kv_load_failure_policy recompute)")
-    if _for_cpu() and CACHE_GIB not in os.environ:
+    if is_for_cpu() and PAUSE_US not in os.environ:
+        os.environ[PAUSE_US] = str(CPU_PAUSE_US)
+        _say(f"vLLM's processes sleep {CPU_PAUSE_US} us between looks for messages; {PAUSE_US}=0 leaves them")
+    if is_for_cpu() and CACHE_GIB not in os.environ:
         # vLLM would take nearly all of the machine's memory, which leaves none for the other engine.
         os.environ[CACHE_GIB] = "4"
         _say(f"4 GiB for the KV cache; set {CACHE_GIB} for another size")
@@ -232,12 +236,3 @@ def _serve(
 
 def _say(text: str) -> None:
     print(f"stateferry: {text}", file=sys.stderr, flush=True)
-
-
-def _for_cpu() -> bool:
-    """Whether the vLLM here is the build for CPUs."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

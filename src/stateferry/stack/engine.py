@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stateferry.pause import PAUSE_US
+from stateferry.stack.host import engine_pause_us
 from stateferry.stack.ports import HOST, HeldPort
 from stateferry.stack.server import Server
 
@@ -107,6 +109,7 @@ class EngineSpec:
     def environment(self, side_port: int | None = None) -> dict[str, str]:
         """The environment of the server: ours, what CPU engines need, then `env`."""
         env = {**os.environ, **CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
+        env[PAUSE_US] = str(engine_pause_us())
         env["VLLM_SERVER_DEV_MODE"] = "1" if self.development_mode else "0"
         if side_port is not None:
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST

