@@ -4,7 +4,6 @@ Nothing here raises because of a server: benches count errors.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import msgspec
 
 from stateferry.stack import PREFILL_PARAMS, AtOnce
 
@@ -128,10 +128,10 @@ class Streams:
         self, url: str, prompt: Sequence[int], headers: Mapping[str, str] | None, asked: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         body = self._body(prompt, 1) | {"kv_transfer_params": dict(asked)}
-        response = await self._http.post(f"{url}/v1/completions", json=body, headers=dict(headers or {}))
+        response = await self._http.post(f"{url}/v1/completions", **_sent(body, headers))
         if response.status_code != 200:
             raise _AnswerError(f"HTTP {response.status_code}: {response.text[:300]}")
-        params: Mapping[str, Any] | None = response.json().get("kv_transfer_params")
+        params: Mapping[str, Any] | None = msgspec.json.decode(response.content).get("kv_transfer_params")
         if not params:
             raise _AnswerError("returned no kv_transfer_params")
         return params
@@ -150,14 +150,14 @@ class Streams:
         if params is not None:
             body["kv_transfer_params"] = dict(params)
         target = f"{url}/v1/completions"
-        async with self._http.stream("POST", target, json=body, headers=dict(headers or {})) as response:
+        async with self._http.stream("POST", target, **_sent(body, headers)) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise _AnswerError(f"HTTP {response.status_code}: {text[:300]}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
-                event = json.loads(line[len("data: ") :])
+                event = msgspec.json.decode(line[len("data: ") :])
                 if "error" in event:
                     raise _AnswerError(f"gave the request up: {event['error']}")
                 for choice in event.get("choices") or ():
@@ -178,6 +178,15 @@ class Streams:
             "temperature": 0.0,
             "return_token_ids": self._ids,
         }
+
+
+def _sent(body: Mapping[str, Any], headers: Mapping[str, str] | None) -> dict[str, Any]:
+    """Arguments of a request. Encoded here, in a tenth of the time that the client would take: on the loop
+    that stamps tokens, 2 ms for a prompt of 32,000 would be measured as the engine's."""
+    return {
+        "content": msgspec.json.encode(body),
+        "headers": {"Content-Type": "application/json", **(headers or {})},
+    }
 
 
 async def _both(*legs: Coroutine[Any, Any, object]) -> None:
