@@ -19,6 +19,7 @@ from stateferry.bench.streams import Streamed
 from stateferry.cli import bench_arms
 from stateferry.cli.app import app
 from stateferry.errors import ConfigError
+from stateferry.pause import PAUSE_US
 from stateferry.stack import Completion, Handoff
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -151,6 +152,12 @@ def test_arms_by_name() -> None:
     assert same_engines(both, arm_spec("cma-sync"))
     assert not same_engines(both, arm_spec("cma"))
     assert (arm_spec("in-tree").name, arm_spec("in-tree").extra_config) == (IN_TREE, {})
+    shipped, theirs = arm_spec("cma-sync-at-once-shipped"), arm_spec("in-tree-shipped")
+    assert shipped.env == theirs.env == {PAUSE_US: "0"}
+    assert (shipped.at_once, shipped.extra_config) == (True, both.extra_config)
+    assert not same_engines(shipped, both)
+    assert not same_engines(theirs, arm_spec("in-tree"))
+    assert theirs.name == f"{IN_TREE} as shipped"
     with pytest.raises(ConfigError, match="unknown arm 'telepathy'; known: cma"):
         arm_spec("telepathy")
 

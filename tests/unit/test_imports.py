@@ -45,8 +45,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "gate": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "wire"}),
     "doctor": frozenset({"errors", "layout", "stack", "transport", "vllm.versions", "wire"}),
     "bench": frozenset(
-        {"block_ids", "config", "errors", "ids", "layout", "models", "session", "stack", "testing"}
-        | {"transport", "wire"}
+        {"block_ids", "config", "errors", "ids", "layout", "models", "pause", "session", "stack"}
+        | {"testing", "transport", "wire"}
     ),
     "watch": frozenset({"errors", "telemetry"}),
     "cli": ANYTHING,

@@ -12,6 +12,7 @@ from typing import Any
 
 from stateferry.bench.streams import Pair
 from stateferry.errors import ConfigError
+from stateferry.pause import PAUSE_US
 from stateferry.stack import (
     NIXL,
     START_TIMEOUT_S,
@@ -37,6 +38,7 @@ ONE_ENGINE = "one engine"
 TRANSPORTS = ("cma", "nixl", "mooncake", "cudaipc", "auto")
 SYNC = "-sync"
 AT_ONCE = "-at-once"
+SHIPPED = "-shipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +48,29 @@ class ArmSpec:
     name: str
     connector: str = STATEFERRY
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
     at_once: bool = False
     """Both legs are sent at once. The same engines serve an arm that is like it but for this."""
 
 
 def arm_spec(text: str, **settings: Any) -> ArmSpec:
     """`cma` or another transport of ours; `cma-sync`: with `load_mode: sync`; `cma-at-once`, also behind
-    `-sync`: both legs sent at once; `in-tree`: vLLM's connector.
+    `-sync`: both legs sent at once; `in-tree`: vLLM's connector. `-shipped` behind any of them: vLLM's
+    processes wait for each other as it is shipped, whatever other arms' do (`stateferry.pause`).
 
     `settings` go to our connector. Raises ConfigError for anything else.
     """
-    if text in ("in-tree", IN_TREE):
-        return ArmSpec(IN_TREE, NIXL)
-    engines = text.removesuffix(AT_ONCE)
+    ours = text.removesuffix(SHIPPED)
+    env = {PAUSE_US: "0"} if ours != text else {}
+    if ours in ("in-tree", IN_TREE):
+        return ArmSpec(IN_TREE + (" as shipped" if env else ""), NIXL, env=env)
+    engines = ours.removesuffix(AT_ONCE)
     transport = engines.removesuffix(SYNC)
     if transport not in TRANSPORTS:
         known = f"{', '.join(TRANSPORTS)}, each with {SYNC}, {AT_ONCE} or both behind it, and in-tree"
-        raise ConfigError(f"unknown arm {text!r}; known: {known}")
+        raise ConfigError(f"unknown arm {text!r}; known: {known}; {SHIPPED} behind any of them")
     mode = {"load_mode": "sync"} if engines.endswith(SYNC) else {}
-    return ArmSpec(text, STATEFERRY, {"transport": transport, **mode, **settings}, text != engines)
+    return ArmSpec(text, STATEFERRY, {"transport": transport, **mode, **settings}, env, ours != engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class Arm:
 
 def same_engines(one: ArmSpec, other: ArmSpec) -> bool:
     """Whether one pair of engines can serve both arms."""
-    return (one.connector, one.extra_config) == (other.connector, other.extra_config)
+    return (one.connector, one.extra_config, one.env) == (other.connector, other.extra_config, other.env)
 
 
 def shared(spec: ArmSpec, arm: Arm) -> Arm:
@@ -154,6 +160,7 @@ def started_arms(
                 tag = spec.name.split()[0]
                 common: dict[str, Any] = {"model": model, "connector": spec.connector, **engine}
                 common["extra_config"] = spec.extra_config
+                common["env"] = {**common.get("env", {}), **spec.env}
                 prefill = stack.start(EngineSpec(role=Role.PREFILL, name=f"{tag}-prefill", **common))
                 decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
                 arms.append(Arm(spec.name, (prefill, decode)))

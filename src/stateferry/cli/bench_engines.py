@@ -27,7 +27,8 @@ ArmOption = Annotated[
     typer.Option(
         "--arm",
         help="cma, nixl or another transport; `-sync` behind it for load_mode sync, `-at-once` for legs that "
-        "are sent together (no router); in-tree: vLLM's NixlConnector. May be repeated.",
+        "are sent together (no router); in-tree: vLLM's NixlConnector. `-shipped` behind any: vLLM's "
+        "processes wait for each other as shipped, without a pause. May be repeated.",
         show_default=", ".join(ARMS),
     ),
 ]
