@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stateferry import config
+from stateferry.pause import CPU_PAUSE_US, MOST_US, PAUSE_US
 
 HEAD = """# Settings
 
@@ -22,6 +23,16 @@ key=value`. An unknown key or a value out of bounds ends the start with a messag
 
 | key | default | allowed | meaning |
 | --- | --- | --- | --- |
+"""
+
+TAIL = f"""
+## Environment
+
+`{PAUSE_US}`: microseconds, up to {MOST_US}, that vLLM's engine core and workers sleep between looks for each
+other's messages, as shipped for a second after each message without a pause. It is for every process of an engine from its
+start, and acts on engines without this connector as well, so it is no key of the table. Unset or 0: vLLM is left as it is.
+`stateferry serve` sets it to {CPU_PAUSE_US} for a vLLM that is built for CPUs, unless it is set
+([decision 7](decisions/0007-vllms-waits.md)).
 """
 
 
@@ -70,7 +81,7 @@ def page() -> str:
         f"| `{f.name}` | `{shown(f)}` | {allowed(hints[f.name])} | {texts[f.name]} |\n"
         for f in msgspec.structs.fields(config.Config)
     ]
-    return HEAD + "".join(rows)
+    return HEAD + "".join(rows) + TAIL
 
 
 if __name__ == "__main__":
