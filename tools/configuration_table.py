@@ -28,11 +28,11 @@ key=value`. An unknown key or a value out of bounds ends the start with a messag
 TAIL = f"""
 ## Environment
 
-`{PAUSE_US}`: microseconds, up to {MOST_US}, that vLLM's engine core and workers sleep between looks for each
-other's messages; as shipped they look without a pause, for a second after each message. It is for every process
-of an engine from its start, and acts on engines without this connector as well, so it is no key of the table. Unset
-or 0: vLLM is left as it is. `stateferry serve` sets it to {CPU_PAUSE_US} for a vLLM that is built for CPUs, unless
-it is set ([decision 7](decisions/0007-vllms-waits.md)).
+`{PAUSE_US}`: microseconds, up to {MOST_US}, that vLLM's engine core and workers sleep between looks for
+each other's messages; as shipped they look without a pause, for a second after each message. It is for
+every process of an engine from its start, and acts on engines without this connector as well, so it is no
+key of the table. Unset or 0: vLLM is left as it is. `stateferry serve` sets it to {CPU_PAUSE_US} for a
+vLLM that is built for CPUs, unless it is set ([decision 7](decisions/0007-vllms-waits.md)).
 """
 
 
