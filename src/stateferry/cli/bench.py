@@ -22,9 +22,8 @@ from stateferry.bench import (
     measure,
     measure_plans,
 )
-from stateferry.bench.arms import TRANSPORTS
 from stateferry.cli.bench_arms import running_arms
-from stateferry.cli.bench_engines import agentx, agentx_sessions, handoff, interference
+from stateferry.cli.bench_engines import ARM_HELP, agentx, agentx_sessions, handoff, interference
 from stateferry.cli.bench_footprint import footprint
 from stateferry.cli.bench_open import open_handoff
 from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
@@ -45,22 +44,21 @@ bench_app.command(
     epilog=examples("stateferry bench transport --arm cma --arm nixl --tokens 8192 --json"),
 )(bench_transport)
 
+LATENCY_ARMS = ("cma", "nixl", "in-tree")
+
 
 @bench_app.command(
     "added-latency",
     epilog=examples(
         "stateferry bench added-latency",
-        "stateferry bench added-latency --transport cma --requests 60 --json",
+        "stateferry bench added-latency --arm cma --arm in-tree-shipped --requests 60 --json",
     ),
 )
 def added_latency(
-    requests: Annotated[int, typer.Option(help="Rounds; each asks every arm once.", min=1)] = 40,
-    transport: Annotated[
-        list[str] | None, typer.Option(help=f"Arms of ours: {', '.join(TRANSPORTS)}. May be repeated.")
+    arm: Annotated[
+        list[str] | None, typer.Option("--arm", help=ARM_HELP, show_default=", ".join(LATENCY_ARMS))
     ] = None,
-    in_tree: Annotated[
-        bool, typer.Option("--in-tree/--no-in-tree", help="An arm with vLLM's own NixlConnector.")
-    ] = True,
+    requests: Annotated[int, typer.Option(help="Rounds; each asks every arm once.", min=1)] = 40,
     seed: Annotated[int, typer.Option(help="Of lengths and prompts.")] = 0,
     log_folder: LogOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
@@ -71,7 +69,7 @@ def added_latency(
 
     Starts two engines per arm with the bundled model; nothing else should run on the machine.
     """
-    specs = [arm_spec(name) for name in (*(transport or ("cma", "nixl")), *(["in-tree"] if in_tree else []))]
+    specs = [arm_spec(name) for name in arm or LATENCY_ARMS]
     screen = Console(stderr=True)
     with (
         running_arms(screen, RECALL_GDN, specs, log_folder, timeout_s) as arms,

@@ -22,16 +22,12 @@ ARMS = ["cma", "cma-sync", "in-tree"]
 LEASE_S = 300.0
 """Prompts are computed ahead of their hand-offs; their blocks must still be there on a slow machine."""
 
-ArmOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--arm",
-        help="cma, nixl or another transport; `-sync` behind it for load_mode sync, `-at-once` for legs that "
-        "are sent together (no router); in-tree: vLLM's NixlConnector. `-shipped` behind any: vLLM's "
-        "processes wait for each other as shipped, without a pause. May be repeated.",
-        show_default=", ".join(ARMS),
-    ),
-]
+ARM_HELP = (
+    "cma, nixl or another transport; `-sync` behind it for load_mode sync, `-at-once` for legs that are sent "
+    "together (no router); in-tree: vLLM's NixlConnector. `-shipped` behind any: vLLM's processes wait for each "
+    "other as shipped, without a pause. May be repeated."
+)
+ArmOption = Annotated[list[str] | None, typer.Option("--arm", help=ARM_HELP, show_default=", ".join(ARMS))]
 ModelOption = Annotated[
     Path, typer.Option(help="A folder with a checkpoint.", show_default="the bundled model")
 ]
