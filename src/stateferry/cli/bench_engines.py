@@ -24,8 +24,8 @@ LEASE_S = 300.0
 
 ARM_HELP = (
     "cma, nixl or another transport; `-sync` behind it for load_mode sync, `-at-once` for legs that are sent "
-    "together (no router); in-tree: vLLM's NixlConnector. `-shipped` behind any: vLLM's processes wait for each "
-    "other as shipped, without a pause. May be repeated."
+    "together (no router); in-tree: vLLM's NixlConnector. `-shipped` behind any: vLLM's processes wait for "
+    "each other as shipped, without a pause. May be repeated."
 )
 ArmOption = Annotated[list[str] | None, typer.Option("--arm", help=ARM_HELP, show_default=", ".join(ARMS))]
 ModelOption = Annotated[
