@@ -12,8 +12,9 @@ from stateferry.stack import Client, Engine, EngineSpec, Role, Router, Stack
 from stateferry.testing.collector import Collector
 
 START_TIMEOUT_S = 280.0
-PATIENT = {"testing": True, "lease_s": 300, "transfer_timeout_s": 300, "handshake_timeout_s": 120}
-"""Four workers on two cores leave threads waiting for half a minute: that is not what is tested here."""
+PATIENT = {"testing": True, "lease_s": 100, "transfer_timeout_s": 100, "handshake_timeout_s": 60}
+"""Four workers on two cores leave threads waiting for seconds: that is not what is tested here. Shorter than
+a client's patience, so that a hand-off that hangs says what it waits for."""
 LOG_LINES = 60
 _STACK = pytest.StashKey[Stack]()
 

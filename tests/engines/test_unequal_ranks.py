@@ -47,7 +47,7 @@ def check(stack: Stack, model: Path, prompt_of: Callable[[int], list[int]]) -> N
     common = {
         "model": model,
         "role": Role.BOTH,
-        "extra_config": {**PATIENT, "handshake_timeout_s": 60, "retry_interval_s": 0.1},
+        "extra_config": PATIENT,
         "max_model_len": 2048,
     }
     # vLLM's Mamba 2 on CPU fails with prefix caching at some lengths; Falcon-H1 is made of it, too.
