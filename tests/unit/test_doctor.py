@@ -16,6 +16,7 @@ from stateferry.doctor.engines import ask_engine, far_from_loopback
 from stateferry.errors import LayoutError, ProtocolError, TransportUnavailable
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import CacheLayout, Part, PartRule
+from stateferry.pause import PAUSE_US
 from stateferry.testing.caches import Model, Tensor
 from stateferry.wire import DESCRIBE_PARAMS, RankAddress, description_to_params
 
@@ -99,6 +100,45 @@ def test_memory_that_cannot_be_read_is_a_problem_where_nothing_else_moves_bytes(
 )
 def test_locked_memory(limit: int, verdict: Verdict) -> None:
     assert machine.examine_locked_memory(limit).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "verdict", "says"),
+    [
+        (1024, resource.RLIM_INFINITY, Verdict.OK, "65,535 (1,024 until vLLM asks for more)"),
+        (1024, 1 << 20, Verdict.OK, "65,535"),
+        (1024, 65_535, Verdict.OK, "65,535"),
+        (1024, 65_534, Verdict.WARNING, "1,024"),
+        (1024, 4096, Verdict.WARNING, "1,024"),
+        (4096, 4096, Verdict.OK, "4,096"),
+        (1 << 20, 1 << 20, Verdict.OK, "1,048,576"),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, Verdict.OK, "unlimited"),
+    ],
+)
+def test_open_files_are_counted_as_vllm_will_have_them(
+    soft: int, hard: int, verdict: Verdict, says: str
+) -> None:
+    found = machine.examine_open_files(soft, hard)
+    assert found.verdict is verdict
+    assert found.found.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("environment", "for_cpu", "verdict", "says"),
+    [
+        ({}, True, Verdict.OK, "50 us between looks by `stateferry serve`"),
+        ({}, False, Verdict.OK, "without a pause, as shipped"),
+        ({PAUSE_US: "0"}, True, Verdict.OK, f"without a pause: {PAUSE_US} says so"),
+        ({PAUSE_US: "200"}, False, Verdict.OK, f"200 us between looks ({PAUSE_US})"),
+        ({PAUSE_US: "soon"}, True, Verdict.PROBLEM, f"{PAUSE_US}: expected a whole number"),
+    ],
+)
+def test_how_vllms_processes_would_wait(
+    environment: dict[str, str], for_cpu: bool, verdict: Verdict, says: str
+) -> None:
+    found = machine.examine_waits(environment, for_cpu)
+    assert found.verdict is verdict
+    assert found.found.startswith(says)
 
 
 def test_a_port_is_really_opened() -> None:

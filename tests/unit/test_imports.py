@@ -43,7 +43,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
         | {"vllm.kv_tables"}
     ),
     "gate": frozenset({"config", "errors", "ids", "layout", "models", "stack", "testing", "wire"}),
-    "doctor": frozenset({"errors", "layout", "stack", "transport", "vllm.versions", "wire"}),
+    "doctor": frozenset({"errors", "layout", "pause", "stack", "transport", "vllm.versions", "wire"}),
     "bench": frozenset(
         {"block_ids", "config", "errors", "ids", "layout", "models", "pause", "session", "stack"}
         | {"testing", "transport", "wire"}

@@ -4,16 +4,25 @@ import os
 import resource
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from stateferry.doctor.findings import Finding, ok, problem, warning
 from stateferry.doctor.packages import examine_packages
 from stateferry.doctor.reading import try_to_read
+from stateferry.errors import ConfigError
+from stateferry.pause import CPU_PAUSE_US, PAUSE_US, pause_us
 from stateferry.transport.linux import ProcView
+from stateferry.vllm.versions import is_for_cpu
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_BYTES = 1 << 30
 ENOUGH_LOCKED_BYTES = 1 << 30
+ENOUGH_FILES = 4096
+"""A ferry that knows as many peers as it may (512) has four descriptors open for each, and one for each peer
+that knows it."""
+VLLM_FILES = 65_535
+"""vLLM's server raises its own limit to this, where it may."""
 
 
 def examine_machine() -> list[Finding]:
@@ -26,6 +35,8 @@ def examine_machine() -> list[Finding]:
         examine_ptrace_scope(ProcView().ptrace_scope()),
         examine_reading(try_to_read(), has_nixl),
         examine_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        examine_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        examine_waits(os.environ, is_for_cpu()),
         examine_port(),
         examine_shared_memory(SHARED_MEMORY),
     ]
@@ -78,6 +89,44 @@ def examine_locked_memory(limit: int) -> Finding:
     if limit >= ENOUGH_LOCKED_BYTES:
         return ok(name, found)
     return warning(name, found, "only RDMA needs more: `ulimit -l unlimited`, docker --ulimit memlock=-1")
+
+
+def examine_open_files(soft: int, hard: int) -> Finding:
+    """How many descriptors an engine may have, after vLLM has asked for more."""
+    name = "files that may be open"
+    unlimited = resource.RLIM_INFINITY
+    may_raise = hard in (unlimited, VLLM_FILES) or hard > VLLM_FILES
+    limit = soft if soft == unlimited or not may_raise else max(soft, VLLM_FILES)
+    if limit == unlimited:
+        return ok(name, "unlimited")
+    if limit >= ENOUGH_FILES:
+        return ok(name, f"{limit:,}" + ("" if limit == soft else f" ({soft:,} until vLLM asks for more)"))
+    return warning(
+        name,
+        f"{limit:,}: an engine with many clients or peers cannot accept or dial more",
+        f"`ulimit -n {VLLM_FILES}`, docker --ulimit nofile={VLLM_FILES}, LimitNOFILE= in systemd",
+    )
+
+
+def examine_waits(environment: Mapping[str, str], for_cpu: bool) -> Finding:
+    """How the processes of an engine that is started from this shell would wait for each other."""
+    name = "waits of vLLM's processes"
+    try:
+        sleep_us = pause_us(environment)
+    except ConfigError as e:
+        return problem(name, str(e), f"no engine starts with it: correct or unset {PAUSE_US}")
+    if sleep_us:
+        return ok(name, f"{sleep_us} us between looks ({PAUSE_US})")
+    if not for_cpu:
+        return ok(name, "without a pause, as shipped")
+    said = PAUSE_US in environment
+    return ok(
+        name,
+        f"without a pause: {PAUSE_US} says so"
+        if said
+        else f"{CPU_PAUSE_US} us between looks by `stateferry serve`; without a pause by vLLM's own command, "
+        f"unless {PAUSE_US} is set",
+    )
 
 
 def examine_port() -> Finding:
