@@ -82,12 +82,49 @@ def test_a_claim_takes_the_offer_for_one_claimant(ledger: Ledger) -> None:
     assert "already taken by d/one" in second.reason
 
 
-def test_the_same_rank_cannot_claim_twice(ledger: Ledger) -> None:
+def test_a_rank_that_did_not_hear_that_its_claim_was_granted_claims_again_and_is_told(ledger: Ledger) -> None:
     ledger.grant(grant("a"), 0.0)
-    ledger.claim(claim("a"), "s", 1.0)
-    again = ledger.claim(claim("a"), "s", 1.0)
+    first = ledger.claim(claim("a"), "s", 1.0)
+    assert ledger.claim(claim("a"), "over another connection", 2.0) == first
+    assert ledger.counters.claimed == 1
+    other = ledger.claim(claim("a", "d/two"), "s", 2.0)
+    assert other is not None
+    assert "already taken by d/r" in other.reason
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["all of it", "part of it"])
+def test_what_a_rank_has_released_it_cannot_claim_again(size: int) -> None:
+    """An offer serves once."""
+    ledger = Ledger(Epoch(1), 1, LEASE_S)
+    ledger.grant(grant("a"), 0.0)
+    for rank in range(size):
+        ledger.claim(claim("a", rank=rank, size=size), "s", 1.0)
+    ledger.release(release("a", size=size))
+    again = ledger.claim(claim("a", size=size), "s", 2.0)
     assert again is not None
-    assert "has claimed it before" in again.reason
+    assert "released" in again.reason
+
+
+def test_a_claim_that_waits_for_its_grant_and_is_asked_again_is_answered_once_to_who_asked_last(
+    ledger: Ledger,
+) -> None:
+    assert ledger.claim(claim("a"), "former connection", 0.0) is None
+    assert ledger.claim(claim("a", "d/two"), "other", 0.0) is None
+    assert ledger.claim(claim("a"), "connection", 4.0) is None
+    assert ledger.parked_count == 2
+    answers = ledger.grant(grant("a"), 4.5)
+    assert [(sender, bool(answer.reason)) for sender, answer in answers] == [
+        ("connection", False),
+        ("other", True),
+    ]
+
+
+def test_asking_again_makes_nobody_wait_longer_for_an_offer_that_was_never_made(ledger: Ledger) -> None:
+    ledger.claim(claim("a"), "former connection", 0.0)
+    ledger.claim(claim("a"), "connection", 4.0)
+    _, ((sender, answer),) = ledger.expire(PARK_S)
+    assert sender == "connection"
+    assert "was never made" in answer.reason
 
 
 def test_a_claim_extends_the_lease(ledger: Ledger) -> None:

@@ -16,10 +16,14 @@ from stateferry.ferry.quiet import LogLimit
 from stateferry.ids import shown
 from stateferry.session import Cause, Clock
 from stateferry.wire import (
+    Claim,
     ClaimAnswer,
     DigestAnswer,
+    DigestRequest,
     Message,
     Refusal,
+    Release,
+    ReleaseAnswer,
     RenewalAnswer,
     Welcome,
     decode_frames,
@@ -79,10 +83,14 @@ class Answers:
                 # One question of many; whoever asked it goes without an answer and has a deadline.
                 self._warn(link, f"refused a question: {message.reason}")
         elif isinstance(message, ClaimAnswer):
+            link.questions.answered(Claim, message.transfer_id, message.claimant)
             self._claim_answered(link, message)
         elif isinstance(message, RenewalAnswer):
             self._renewed(link, message)
+        elif isinstance(message, ReleaseAnswer):
+            link.questions.answered(Release, message.transfer_id)
         elif isinstance(message, DigestAnswer):
+            link.questions.answered(DigestRequest, message.transfer_id)
             for request_id in link.requests & self._open.readings.keys():
                 reading = self._open.readings[request_id]
                 if reading.handoff.offer.transfer_id == message.transfer_id:

@@ -29,7 +29,7 @@ class Asking:
     def claim(self, link: Link, handoff: Handoff) -> None:
         """The offer is to be ours, by the tables that we were given."""
         link.claims_sent_s[handoff.request_id] = self._clock.now_s()
-        link.send(
+        link.ask(
             Claim(
                 epoch=link.address.epoch,
                 transfer_id=handoff.offer.transfer_id,
@@ -64,7 +64,7 @@ class Asking:
             link = self._links.find(handoff.offer.ranks[rank])
             if link is None or rank in handoff.refused:
                 continue
-            link.send(
+            link.ask(
                 Release(
                     epoch=link.address.epoch,
                     transfer_id=handoff.offer.transfer_id,
@@ -72,7 +72,9 @@ class Asking:
                     tp_rank=self._layout.tp_rank,
                     tp_size=self._layout.tp_size,
                     received=received,
-                )
+                ),
+                # Unheard, the blocks are kept as long as they are promised, and no longer.
+                until_s=self._clock.now_s() + handoff.offer.lease_s,
             )
 
     def unanswered(self, handoff: Handoff, now_s: float, patience_s: float) -> str:

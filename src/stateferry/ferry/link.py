@@ -17,6 +17,7 @@ import zmq
 from stateferry.config import Config
 from stateferry.errors import LayoutError, OfferRefused, ProtocolError, StateFerryError
 from stateferry.ferry.connection import Connection, send_without_waiting
+from stateferry.ferry.questions import Asked, Question, Questions
 from stateferry.ferry.socket_events import SocketEvents
 from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
@@ -77,6 +78,10 @@ class Link:
     broke: bool = False
     """Whether the socket's connection broke since the greeting that made the link ready, or is to."""
     greeted_s: float = 0.0
+    greeting_sent: bool = False
+    """Whether the last greeting went out over a connection; else it waits in the socket's queue for one."""
+    greeting_lost: bool = False
+    """Whether that connection broke since."""
     repeat_at_s: float = float("inf")
     repeat_pause_s: float = 0.0
     """When an unanswered greeting is repeated, and how long after the last one that is."""
@@ -84,7 +89,9 @@ class Link:
     """In a row, the current one included."""
     requests: set[RequestId] = field(default_factory=set)
     """Hand-offs that are open over this link."""
+    questions: Questions = field(default_factory=Questions)
     claims_sent_s: dict[RequestId, float] = field(default_factory=dict)
+    """Unanswered claims, by when they were sent first: a lease counts from then."""
     renewals_sent_s: dict[int, float] = field(default_factory=dict)
     """Unanswered renewals by sequence number; at most a few (see `RENEWALS_PER_LEASE`)."""
     sequence: int = 0
@@ -96,22 +103,43 @@ class Link:
         """Whether a greeting is not answered yet."""
         return self.state is LinkState.GREETING or self.greeting_again
 
-    def look(self, now_s: float) -> None:
-        """Learn what became of the socket's connection."""
-        before = self.connection
+    @property
+    def away(self) -> bool:
+        """Whether the connection was there and is not, as of the last `look`."""
+        return self.connection in (Connection.BROKEN, Connection.REFUSED)
+
+    def look(self, now_s: float) -> bool:
+        """Learn what became of the socket's connection. True: it broke, and is back."""
+        before, was_away = self.connection, self.away
         for event in self.events.take():
-            self.broke |= self.connection is Connection.UP and event == zmq.EVENT_DISCONNECTED
+            if self.connection is Connection.UP and event == zmq.EVENT_DISCONNECTED:
+                was_away = self.broke = True
+                self.greeting_lost = self.greeting_sent
             self.connection = self.connection.after(event)
+            self.greeting_sent |= self.connection is Connection.UP
         if self.connection is Connection.UP and before is not Connection.UP:
             # What waited for it was sent just now: from here on an answer may be expected.
             self.repeat_at_s = now_s + self.repeat_pause_s
+        return was_away and self.connection is Connection.UP
 
     def send(self, message: Message) -> bool:
         """Queue a message without waiting. False: the queue is full, the peer is gone or stuck."""
         return send_without_waiting(self.socket, message)
 
+    def ask(self, question: Question, until_s: float = float("inf")) -> None:
+        """Ask, and again when the connection breaks and comes back before there is an answer."""
+        # Where there is no connection it waits here: whoever comes back is greeted first.
+        self.questions.put(Asked(question, until_s, sent=not self.away and self.send(question)))
+
+    def ask_again(self, now_s: float, came_back: bool) -> None:
+        """Send what waits, and what an answer may have been lost to."""
+        if not self.away:
+            for asked in self.questions.due(now_s, came_back):
+                asked.sent = self.send(asked.question)
+
     def greet(self, layout: CacheLayout, encoded: bytes, transport_name: str, software: str) -> None:
-        """Send the first message."""
+        """Send the first message of a connection."""
+        self.greeting_sent, self.greeting_lost = self.connection is Connection.UP, False
         self.send(
             Hello(
                 protocol=PROTOCOL_VERSION,

@@ -188,13 +188,21 @@ class Links:
         in time is still the one that it claimed from.
         """
         for link in self._links.values():
-            link.look(now_s)
+            came_back = link.look(now_s)
             if link.broke and link.state is LinkState.READY and not link.requests:
                 logger.info("%s:%d: connection broke; greeting again", link.address.host, link.address.port)
                 self._retire(link)
                 link.state, link.greeting_again = LinkState.GREETING, False
                 link.deadline_s = now_s + self._config.handshake_timeout_s
                 self._greet(link)
+            elif came_back and self._is_a_stranger(link):
+                self._send_greeting(link, REPEAT_S)
+            link.ask_again(now_s, came_back)
+
+    def _is_a_stranger(self, link: Link) -> bool:
+        """Whether its producer, to whom every connection is another consumer, was not told who asks over this
+        one and is not about to be."""
+        return link.state is LinkState.READY or (link.state is LinkState.GREETING and link.greeting_lost)
 
     def _count_refusal(self, link: Link) -> None:
         if link.refused_field:

@@ -234,7 +234,7 @@ class Reading:
                 bytes_digest(pieces, "local", memory.read)
                 for pieces in _plan_pieces(link.room_digest_plan if self.ahead else link.digest_plan, groups)
             )
-            link.send(
+            link.ask(
                 DigestRequest(
                     epoch=link.address.epoch,
                     transfer_id=self.handoff.offer.transfer_id,

@@ -153,7 +153,13 @@ class Ledger:
         known = claim.transfer_id in self._holdings or claim.transfer_id in self._ended
         if known or self.parked_count >= MAX_PARKED:
             return self._claim(claim, now_s)
-        self._parked.setdefault(claim.transfer_id, []).append(Parked(sender, claim, now_s + PARK_S))
+        parked = self._parked.setdefault(claim.transfer_id, [])
+        again = [p for p in parked if (p.claim.claimant, p.claim.tp_rank) == (claim.claimant, claim.tp_rank)]
+        for former in again:
+            # Its connection broke: over this one it will hear the answer.
+            parked[parked.index(former)] = Parked(sender, claim, former.until_s)
+        if not again:
+            parked.append(Parked(sender, claim, now_s + PARK_S))
         self._look_at_s = min(self._look_at_s, now_s + PARK_S)
         return None
 
@@ -262,11 +268,12 @@ class Ledger:
             )
         if not _may_be_of(holding, claim):
             return self._refuse(claim, f"the offer is already taken by {holding.claimant}")
-        if claim.tp_rank in holding.claimed_ranks:
-            return self._refuse(claim, f"rank {claim.tp_rank} of {claim.claimant} has claimed it before")
+        if claim.tp_rank in holding.released_ranks:
+            return self._refuse(claim, f"rank {claim.tp_rank} of {claim.claimant} has released it before")
+        # Whoever claimed it and did not hear so asks again, and is told the same.
+        self.counters.claimed += claim.tp_rank not in holding.claimed_ranks
         holding.claimant, holding.claimant_ranks = claim.claimant, claim.tp_size
         holding.claimed_ranks |= {claim.tp_rank}
-        self.counters.claimed += 1
         holding.expires_s = now_s + self._lease_s
         return ClaimAnswer(transfer_id=claim.transfer_id, claimant=claim.claimant, lease_s=self._lease_s)
 

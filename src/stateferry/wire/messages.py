@@ -1,11 +1,12 @@
 """Control messages between one consumer rank and one producer rank.
 
 A consumer rank asks, a producer rank answers; nothing is sent unasked, so a producer needs no
-address of its consumers. Each question carries the epoch it is meant for: an engine that was
+address of its consumers. What is not answered when a connection broke and came back is asked again, and
+answered as before. Each question carries the epoch it is meant for: an engine that was
 restarted under the same address answers with `Refusal` and is met again.
 
     consumer                          producer
-    Hello                       ->    Welcome | Refusal        once per epoch
+    Hello                       ->    Welcome | Refusal        once per epoch, and on every new connection
     Claim                       ->    ClaimAnswer              once per hand-off
     Renewal (many at once)      ->    RenewalAnswer            every third of a lease
     DigestRequest               ->    DigestAnswer             only under `verify`
