@@ -1,12 +1,14 @@
 """A producer that dies while nothing is handed off: what `stateferry_peers` says of it, and what follows."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
 
 from stateferry.config import Config
 from stateferry.ferry import links as ferry_links
+from stateferry.ferry import loop as ferry_loop
 from stateferry.ferry.link import Link
 from stateferry.ferry.socket_events import SocketEvents
 from stateferry.session import VirtualClock
@@ -120,6 +122,41 @@ def test_a_machine_that_falls_silent_is_noticed_by_the_kernel() -> None:
             for option in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT)
         )
         assert idle + interval * count == 30 < ferry_links.IDLE_LINK_S
+
+
+def test_a_connection_that_a_firewall_forgot_is_given_up_long_before_a_lease_ends() -> None:
+    """Symptom: for a quarter of an hour each request waited for its whole lease, and was computed anew."""
+    with EngineRank("p") as producer, EngineRank("d") as consumer:
+        hand_off(producer, consumer, "r")
+        unacknowledged_ms = link_of(consumer).socket.getsockopt(zmq.TCP_MAXRT)
+        assert isinstance(unacknowledged_ms, int)
+        assert 1000 <= unacknowledged_ms <= 1000 * consumer.config.lease_s / 3
+
+
+def asked_by_kernels(producer: EngineRank) -> int:
+    """How many ends of connections to its control port will ask whether the other machine is there."""
+    assert producer.address is not None
+    port, ends = f":{producer.address.port:04X}", 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, _, timer = line.split()[:6]
+        ends += (port in local or port in remote) and (state, timer[:2]) == ("01", "02")
+    return ends
+
+
+def test_a_producer_does_not_keep_connections_of_machines_that_are_gone() -> None:
+    """Symptom: a consumer whose machine died left an open connection at its producers, for ever."""
+    with EngineRank("p") as producer, EngineRank("d") as consumer:
+        hand_off(producer, consumer, "r")
+        wait_until(lambda: asked_by_kernels(producer) == 2)
+
+
+def test_a_producer_that_never_asks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ferry_loop, "lose_patience", lambda listener: None)
+    with EngineRank("p") as producer, EngineRank("d") as consumer:
+        hand_off(producer, consumer, "r")
+        wait_until(lambda: asked_by_kernels(producer) == 1)
+        with pytest.raises(TimeoutError):
+            wait_until(lambda: asked_by_kernels(producer) == 2, 0.5)
 
 
 def test_links_that_cannot_be_watched_are_not_made_and_leave_nothing_open(

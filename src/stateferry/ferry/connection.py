@@ -16,13 +16,16 @@ from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.socket_events import SocketEvents
 from stateferry.wire import MAX_MESSAGE_BYTES, Message, RankAddress, encode_message
 
-KEEPALIVE = {
+PATIENCE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 15,
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 4000,
 }
-"""A machine that says nothing for half a minute is taken for gone: 15 s of silence, then three questions."""
+"""How long a connection lives over which nothing comes. Bytes that the other machine does not acknowledge for 4 s
+end it, where Linux would try for a quarter of an hour: a firewall that forgot the connection drops them silently,
+and a new one would do. Without bytes under way the other machine is asked after 15 s of silence."""
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECTED
 """Events that `Connection.after` knows. CLOSED is a dial that came to nothing."""
 
@@ -94,6 +97,13 @@ def send_without_waiting(socket: "zmq.Socket[bytes]", message: Message) -> bool:
     return True
 
 
+def lose_patience(socket: "zmq.Socket[bytes]") -> None:
+    """Before dialling or binding: end connections that are no more. Asks the peer's kernel, not the peer: an
+    engine that is slow to answer keeps its connection, a machine that is gone loses it."""
+    for option, value in PATIENCE.items():
+        socket.setsockopt(option, value)
+
+
 def _make_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress, key: ControlKey | None
 ) -> "zmq.Socket[bytes]":
@@ -104,10 +114,7 @@ def _make_socket(
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    # Asks the peer's kernel, not the peer: an engine that is slow to answer keeps its connection, a machine
-    # that is gone loses it. Nothing of it is sent while other bytes are under way.
-    for option, value in KEEPALIVE.items():
-        socket.setsockopt(option, value)
+    lose_patience(socket)
     socket.setsockopt(zmq.IPV6, 1 if ":" in address.host else 0)
     return socket
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import zmq
 
 from stateferry.errors import ConfigError
+from stateferry.ferry.connection import lose_patience
 from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.desk import Desk
 from stateferry.ferry.guard import Guard
@@ -222,6 +223,7 @@ def _bind(listener: "zmq.Socket[bytes]", bind_host: str, port: int) -> int:
     listener.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
     listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    lose_patience(listener)  # or each consumer's machine that dies leaves a connection here for ever
     listener.setsockopt(zmq.IPV6, 1 if ":" in bind_host else 0)
     host = f"[{bind_host}]" if ":" in bind_host else bind_host
     try:
