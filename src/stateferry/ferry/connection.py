@@ -23,9 +23,9 @@ PATIENCE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
     zmq.TCP_MAXRT: 4000,
 }
-"""How long a connection lives over which nothing comes. Bytes that the other machine does not acknowledge for 4 s
-end it, where Linux would try for a quarter of an hour: a firewall that forgot the connection drops them silently,
-and a new one would do. Without bytes under way the other machine is asked after 15 s of silence."""
+"""How long a connection lives over which nothing comes. Bytes that the other machine does not acknowledge for
+4 s end it, where Linux would try for a quarter of an hour: a firewall that forgot the connection drops them
+silently, and a new one would do. Without bytes under way the other machine is asked after 15 s of silence."""
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECTED
 """Events that `Connection.after` knows. CLOSED is a dial that came to nothing."""
 
