@@ -3,15 +3,22 @@
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.control_wire import ControlWire, Fate
+from tests.unit.test_awaited_ends import answers, expect, grant, wait_for
 
 from stateferry.config import Config, Verify
+from stateferry.ferry import inquiries as ferry_inquiries
 from stateferry.ferry import links as ferry_links
+from stateferry.ferry.inquiry import Place
 from stateferry.ferry.link import Link
 from stateferry.ferry.links import Links
-from stateferry.session import Ledger, VirtualClock
+from stateferry.ids import RequestId
+from stateferry.session import Close, Ledger, Orders, VirtualClock
 from stateferry.testing.peers import EngineRank, wait_until
 from stateferry.wire import (
+    Await,
+    AwaitAnswer,
     Claim,
     ClaimAnswer,
     DigestAnswer,
@@ -197,3 +204,60 @@ def test_a_lease_that_counts_from_when_its_claim_was_repeated_is_noticed(
     monkeypatch.setattr(Link, "ask_again", count_anew)
     with pytest.raises(TimeoutError):
         claim_that_is_answered_late(patience_s=0.5)
+
+
+def leave_before_it_opens(kind: type[Message], fate: Fate) -> None:
+    """With both legs sent at once: the offer came, its request went. Raises TimeoutError if its blocks are
+    kept for a lease."""
+    once = Once(kind, fate)
+    with (
+        EngineRank("p", config=PATIENT) as producer,
+        ControlWire(producer.address.port if producer.address else 0, once) as wire,
+        EngineRank("d", config=PATIENT) as consumer,
+    ):
+        assert producer.address is not None
+        wait_for(consumer, expect("r", replace(producer.address, port=wire.port)))
+        wait_until(lambda: producer.ferry._loop._producer.awaited.count == 1)  # type: ignore[union-attr]
+        grant(producer, "r")
+        assert answers(consumer, "r")["r"].params == b"r"
+        consumer.ferry.submit(Orders(closes=(Close(RequestId("r")),)))
+        assert producer.wait_sent("prefill r", 2.0).sent == {"prefill r"}
+        assert once.happened or fate is Fate.PASS
+        consumer.wait_idle()
+        inquiries = consumer.ferry._loop._consumer.inquiries  # type: ignore[union-attr]
+        wait_until(lambda: inquiries._release_again_at_s == float("inf"))
+
+
+@pytest.mark.parametrize("fate", [Fate.LOST, Fate.LAST], ids=lambda fate: fate.value)
+@pytest.mark.parametrize("kind", [Await, AwaitAnswer, Release])
+def test_an_offer_whose_request_left_is_given_back_whatever_the_connection_breaks_at(
+    kind: type[Message], fate: Fate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: a release was lost, and the blocks were kept for a lease."""
+    monkeypatch.setattr(ferry_inquiries, "REPEAT_S", 0.05)
+    leave_before_it_opens(kind, fate)
+
+
+def test_a_release_that_is_sent_once_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ferry_inquiries, "REPEAT_S", 0.05)
+    monkeypatch.setattr(Place, "release_again", lambda place, now_s: None)
+    with pytest.raises(TimeoutError):
+        leave_before_it_opens(Release, Fate.LOST)
+
+
+def test_a_release_that_nobody_answers_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ferry_inquiries, "REPEAT_S", 0.01)
+    clock, config = VirtualClock(), Config(lease_s=15)
+    with EngineRank("d", config=config, clock=clock) as consumer:
+        with EngineRank("p") as producer:
+            wait_for(consumer, expect("r", producer.address))
+            inquiries = consumer.ferry._loop._consumer.inquiries  # type: ignore[union-attr]
+            wait_until(lambda: all(i.epoch for i in inquiries._waiting.values()) and bool(inquiries._waiting))
+        consumer.close("r")
+        (place,) = inquiries._places.values()
+        wait_until(lambda: len(place.unheard) == 1)
+        clock.advance(0.9 * config.lease_s)
+        assert len(place.unheard) == 1
+        clock.advance(0.2 * config.lease_s)
+        wait_until(lambda: inquiries._release_again_at_s == float("inf"))
+        assert not place.unheard

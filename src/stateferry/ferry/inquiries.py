@@ -68,6 +68,7 @@ class Inquiries:
         self._answered: list[Answered] = []
         self._look_at_s = float("inf")
         """When to look for producers that nobody asks any more."""
+        self._release_again_at_s = float("inf")
 
     @property
     def open_count(self) -> int:
@@ -143,6 +144,11 @@ class Inquiries:
                 self._answer(inquiry, f"the prefill engine at {inquiry.place.name} {why}")
             else:
                 self._ask_now(inquiry, now_s)
+        if now_s >= self._release_again_at_s:
+            for place in self._places.values():
+                place.release_again(now_s)
+            unheard = any(place.unheard for place in self._places.values())
+            self._release_again_at_s = now_s + REPEAT_S if unheard else float("inf")
         if now_s >= self._look_at_s:
             for place in list(self._places.values()):
                 if not place.inquiries and now_s >= place.used_s + IDLE_PLACE_S:
@@ -151,7 +157,8 @@ class Inquiries:
 
     def next_deadline_s(self) -> float:
         """When `tick` has something to do; infinite if never."""
-        return min(self._due[0][0] if self._due else float("inf"), self._look_at_s)
+        due_s = self._due[0][0] if self._due else float("inf")
+        return min(due_s, self._look_at_s, self._release_again_at_s)
 
     def take_answered(self) -> list[Answered]:
         """What became of offers that requests wait for, since the last call."""
@@ -227,7 +234,7 @@ class Inquiries:
                 self._give_up(place, f"refused to tell of its offer: {message.reason}")
             return
         if isinstance(message, ReleaseAnswer):
-            place.releases = max(0, place.releases - 1)
+            place.release_answered(message.transfer_id)
         if not isinstance(message, AwaitAnswer):
             return
         # One answer shows for all questions that it lives: many at once wait for their turn there.
@@ -272,20 +279,22 @@ class Inquiries:
 
     def _release(self, inquiry: Inquiry) -> None:
         """For all our ranks, which claimed nothing: a producer frees its blocks when as many as will read
-        them say so."""
+        them say so. Unheard, it keeps them for a lease, and no longer."""
         if inquiry.epoch is None:
             return
+        place, now_s = inquiry.place, self._clock.now_s()
+        self._release_again_at_s = min(self._release_again_at_s, now_s + REPEAT_S)
         for tp_rank in range(self._layout.tp_size):
-            inquiry.place.releases += inquiry.place.send(
-                Release(
-                    epoch=inquiry.epoch,
-                    transfer_id=inquiry.expect.promise.transfer_id,
-                    claimant=claimant_name(self._layout.engine_id, inquiry.expect.request_id),
-                    tp_rank=tp_rank,
-                    tp_size=self._layout.tp_size,
-                    received=False,
-                )
+            release = Release(
+                epoch=inquiry.epoch,
+                transfer_id=inquiry.expect.promise.transfer_id,
+                claimant=claimant_name(self._layout.engine_id, inquiry.expect.request_id),
+                tp_rank=tp_rank,
+                tp_size=self._layout.tp_size,
+                received=False,
             )
+            place.unheard.append((release, now_s + self._config.lease_s))
+            place.release(release)
 
     def _drop(self, place: Place) -> None:
         del self._places[place.host, place.port], self._by_socket[place.socket]

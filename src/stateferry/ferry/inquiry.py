@@ -7,7 +7,7 @@ import zmq
 from stateferry.ferry.connection import send_without_waiting
 from stateferry.ids import Epoch, TransferId
 from stateferry.session import Expect
-from stateferry.wire import Message
+from stateferry.wire import Message, Release
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,9 @@ class Place:
     heard_s: float = float("-inf")
     """When it last answered a question."""
     releases: int = 0
-    """Releases that were sent and not answered."""
+    """Releases that were sent and not answered, each copy of them."""
+    unheard: list[tuple[Release, float]] = field(default_factory=list)
+    """Releases that are sent again until they are answered, and when that is not worth it any more."""
     inquiries: dict[TransferId, "Inquiry"] = field(default_factory=dict)
 
     @property
@@ -33,6 +35,23 @@ class Place:
     def send(self, message: Message) -> bool:
         """Queue it without waiting. False: the queue is full."""
         return send_without_waiting(self.socket, message)
+
+    def release(self, release: Release) -> None:
+        """Give an offer back."""
+        self.releases += self.send(release)
+
+    def release_answered(self, transfer_id: TransferId) -> None:
+        """Answers come in the order of the releases."""
+        self.releases = max(0, self.releases - 1)
+        heard = next((one for one in self.unheard if one[0].transfer_id == transfer_id), None)
+        if heard is not None:
+            self.unheard.remove(heard)
+
+    def release_again(self, now_s: float) -> None:
+        """What nobody has answered."""
+        self.unheard = [one for one in self.unheard if now_s < one[1]]
+        for release, _ in self.unheard:
+            self.release(release)
 
 
 @dataclass(slots=True, eq=False)
