@@ -1,5 +1,7 @@
 """One hand-off on the consumer: when it may be reported, and how."""
 
+import time
+
 import pytest
 
 from stateferry.block_ids import BlockIds
@@ -12,6 +14,7 @@ from stateferry.session import (
     Load,
     Outcome,
     ReadStatus,
+    SystemClock,
     claimant_name,
     producer_ranks,
     releases_expected,
@@ -181,3 +184,16 @@ def test_a_claimants_name_fits_into_a_message_and_still_differs() -> None:
     names = {claimant_name(EngineId("d"), RequestId(long + end)) for end in ("a", "b")}
     assert len(names) == 2
     assert all(len(name) <= 256 for name in names)
+
+
+def test_a_machine_that_slept_does_not_believe_in_a_lease_that_ended_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux's monotonic clock stands still while a machine sleeps; its producer's machine was awake."""
+    clocks = {time.CLOCK_MONOTONIC: 100.0, time.CLOCK_BOOTTIME: 100.0}
+    monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
+    monkeypatch.setattr(time, "monotonic", lambda: clocks[time.CLOCK_MONOTONIC])
+    h = handoff()
+    h.claim_answered(0, answered(), SystemClock().now_s())
+    clocks[time.CLOCK_BOOTTIME] += 60.0
+    assert h.lapsed(SystemClock().now_s())
