@@ -38,9 +38,9 @@ def share(part: str, whole: str) -> str:
     return f"{part} / clamp_min({whole}, 1e-9)"
 
 
-def quantile(name: str, part: float) -> str:
+def quantile(name: str, part: float, labels: str) -> str:
     """Of a histogram, over engines."""
-    return f"histogram_quantile({part}, sum by (le) (rate({name}_bucket{{{SCOPE}}}[{RATE}])))"
+    return f"histogram_quantile({part}, sum by (le) (rate({name}_bucket{{{SCOPE},{labels}}}[{RATE}])))"
 
 
 def gauge(name: str, labels: str = "", by: str = "instance") -> str:
@@ -69,9 +69,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Time of a hand-off",
-            "From vLLM's load order to the end, the slowest rank's.",
+            "From vLLM's load order to the end, the slowest rank's, of those that were received.",
             "s",
-            {f"{part:.0%}": quantile("stateferry_handoff_seconds", part) for part in (0.5, 0.9, 0.99)},
+            {
+                f"{part:.0%}": quantile("stateferry_handoff_seconds", part, 'outcome="received"')
+                for part in (0.5, 0.9, 0.99)
+            },
         ),
     ),
     "What moves?": (

@@ -58,7 +58,7 @@ Grafana. Several API servers (`--api-server-count`) serve none: Prometheus' clie
 | --- | --- |
 | hand-offs a second | `sum(rate(stateferry_handoffs_total[1m])) by (outcome)` |
 | why do they fail | `sum(rate(stateferry_failures_total[5m])) by (cause)` |
-| how long | `histogram_quantile(0.95, sum(rate(stateferry_handoff_seconds_bucket[5m])) by (le))` |
+| how long | `histogram_quantile(0.95, sum(rate(stateferry_handoff_seconds_bucket[5m])) by (le, outcome))` |
 | where does the time go | `sum(rate(stateferry_stage_seconds_sum[5m])) by (stage)` |
 | bytes a second | `sum(rate(stateferry_received_bytes_total[1m])) by (kind)` |
 | are leases too short | `sum(rate(stateferry_lease_losses_total[5m])) by (side)` |

@@ -52,7 +52,11 @@ def cell(row: str, seen: Mapping[str, Seen]) -> str:
     """What one router did, in a few words."""
     match row:
         case "told":
-            return "yes" if seen["completion"]["told"] else "no"
+            whole, stream = (
+                "yes" if all(seen[f"{kind}{how}"]["told"] for kind in ("completion", "chat")) else "no"
+                for how in ("", ", streamed")
+            )
+            return whole if whole == stream else f"{whole}; in a stream: {stream}"
         case "usage":
             return same(seen["usage"]["asked"], seen["usage"]["told"])
         case "usage, streamed":

@@ -1,6 +1,7 @@
 """`describe` on tensors that vLLM's own allocator made, without an engine."""
 
 import dataclasses
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,6 +48,7 @@ from stateferry.layout.fingerprint import compare
 from stateferry.layout.plan import make_plan
 from stateferry.layout.spec import CacheLayout, CacheTensor, GroupKind, PartRule
 from stateferry.vllm.kv_cache import describe, outline
+from stateferry.vllm.kv_facts import _config_facts
 
 pytestmark = pytest.mark.scheduler
 
@@ -390,6 +392,17 @@ def test_tensor_of_another_shape_is_refused() -> None:
             describe(cache, config, {"a": wrong}, **arguments)
 
 
+def test_a_models_configuration_is_told_key_by_key_and_long_values_by_their_hash() -> None:
+    """Symptom: two hashes differed, and nobody said that it was max_position_embeddings."""
+    layers = ["linear_attention", "full_attention"] * 20
+    config = {"a": 1, "rope": {"theta": 0.5, "kind": None, "none": {}}, "layers": layers, "_commit_hash": "x"}
+    facts = dict(_config_facts(config))
+    assert facts.pop("layers").startswith(f"{len(json.dumps(layers))} characters, hash ")
+    assert facts == {"a": "1", "rope.theta": "0.5", "rope.kind": "null", "rope.none": "{}"}
+    other = dict(_config_facts({"layers": [*layers[:-1], "linear_attention"]}))
+    assert other["layers"] != dict(_config_facts(config))["layers"]
+
+
 def test_facts_name_what_must_be_equal() -> None:
     layout, _, _ = described(engine_config({"layers.3.attn": CPU}), hybrid_groups())
     assert layout.facts["model"] == "tiny"
@@ -398,6 +411,8 @@ def test_facts_name_what_must_be_equal() -> None:
     assert "CPUAttentionBackend" in layout.facts["attention_backends"]
     assert "attention" in layout.facts["cpu_packing"]
     assert all(isinstance(value, str) and value for value in layout.facts.values())
+    assert layout.facts["hf_config.hidden_size"] == "8"
+    assert not [name for name in layout.facts if "_name_or_path" in name], "where it lies is not what it is"
     other = engine_config({"layers.3.attn": CPU}, model_config__architecture="Other")
     with pytest.raises(LayoutError, match=r"facts\.architecture.*'TinyForCausalLM'"):
         compare(layout, described(other, hybrid_groups())[0])

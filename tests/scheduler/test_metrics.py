@@ -115,10 +115,10 @@ def check_received(page: Page, pair: Pair, count: int, ranks: int) -> None:
     """`count` hand-offs of 14 tokens were received, by a consumer of `ranks` ranks."""
     engine = pair.consumer
     assert page.value("stateferry_handoffs_total", outcome="received") == count
-    assert page.value("stateferry_handoff_seconds_count") == count
+    assert page.value("stateferry_handoff_seconds_count", outcome="received") == count
     for stage in METRICS["stateferry_stage_seconds"].values:
         assert page.value("stateferry_stage_seconds_count", stage=stage) == count
-    total = page.value("stateferry_handoff_seconds_sum")
+    total = page.value("stateferry_handoff_seconds_sum", outcome="received")
     assert 0 < page.value("stateferry_stage_seconds_sum", stage="wire") < total
     expected: dict[str, int] = dict.fromkeys(("attention", "state", "window"), 0)
     for load in engine.loads:
@@ -161,7 +161,7 @@ def test_hand_offs_are_counted_once_and_bytes_over_all_ranks(ranks: int) -> None
         lambda stats: stats.add("stateferry_handoffs", 1, "received"),
         lambda stats: stats.add("stateferry_received_bytes", 1, "state"),
         lambda stats: stats.observe("stateferry_stage_seconds", 0.1, "plan"),
-        lambda stats: stats.observe("stateferry_handoff_seconds", 0.1),
+        lambda stats: stats.observe("stateferry_handoff_seconds", 0.1, "received"),
     ],
     ids=["counted twice", "a byte more", "a stage twice", "a time twice"],
 )
@@ -196,7 +196,16 @@ def test_a_hand_off_that_fails_is_counted_with_its_cause_and_an_example() -> Non
         # On a crowded machine not even the claim is answered in time.
         assert example["reason"].startswith(("no end of the read", "no answer to the claim"))
         assert page.value("stateferry_stage_seconds_count", stage="wire") == 1, "only what was received"
-        assert page.value("stateferry_handoff_seconds_count") == 2
+        for outcome in ("received", "failed"):
+            assert page.value("stateferry_handoff_seconds_count", outcome=outcome) == 1
+
+
+def test_an_id_that_is_shortened_is_no_option_of_grep() -> None:
+    """Symptom: `-9098f20f-…`, and `grep` said that it knows no option 9."""
+    with Pair(HYBRID) as pair:
+        pair.hand_off(prompt_of(14), request_id="cmpl-9098f20f-" + "b" * 47)
+        (example,) = Page({0: pair.consumer}).examples("stateferry_handoff_seconds_bucket")
+        assert example["request"] == "b" * 47
 
 
 def test_requests_that_a_router_wanted_handed_off_and_were_not_are_counted() -> None:
@@ -269,7 +278,7 @@ def test_several_steps_are_one_line_of_vllms_log() -> None:
             line = line.aggregate(StateFerryStats(data=data))
         numbers = line.reduce()
         assert numbers["stateferry_handoffs{received}"] == 3
-        assert numbers["stateferry_handoff_seconds count"] == 3
+        assert numbers["stateferry_handoff_seconds{received} count"] == 3
         assert numbers["stateferry_stage_seconds{wire} count"] == 3
         assert 0 < numbers["stateferry_stage_seconds{wire} median"] < 60
 

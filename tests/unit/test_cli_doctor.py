@@ -220,6 +220,8 @@ def test_every_engine_has_a_row_and_every_dead_one_its_reason(doctor: Doctor, de
         (["--prefill-url", PREFILL], "two sides"),
         (["--decode-config", "d.yaml"], "two sides"),
         ([*both(), "--decode-config", "d.yaml"], "--decode-config"),
+        ([PREFILL, DECODE], f"--prefill-url {PREFILL} --decode-url {DECODE}"),
+        ([PREFILL], f"--prefill-url {PREFILL} --decode-url URL"),
     ],
 )
 def test_one_side_alone_or_twice_is_bad_usage(doctor: Doctor, arguments: list[str], words: str) -> None:

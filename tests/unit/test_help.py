@@ -67,6 +67,14 @@ def test_help_ends_with_examples_that_can_be_typed(name: str) -> None:
     assert problems(name, help_text(name)) == []
 
 
+def test_no_group_of_commands_cuts_off_what_they_are_for() -> None:
+    """Symptom: `Time that two engines add to one engine's first token,...`"""
+    for name in ("", "bench", "serve"):
+        lines = help_text(name).partition("Commands:")[2].splitlines()
+        assert lines
+        assert not [line for line in lines if line.rstrip().endswith("...")], name
+
+
 def test_there_are_commands_at_all() -> None:
     assert {"", "serve", "serve decode", "demo", "bench", "bench agentx-sessions", "version"} <= set(COMMANDS)
 

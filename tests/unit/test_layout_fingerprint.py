@@ -77,6 +77,8 @@ def test_engines_of_one_kind_may_differ_in_place_and_size() -> None:
         ({"conv_layout": "DS"}, "facts.conv_layout", "VLLM_SSM_CONV_STATE_LAYOUT"),
         ({"vllm_version": "0.33.0"}, "facts.vllm_version", "same version of vLLM"),
         ({"a_new_fact": "yes"}, "facts.a_new_fact", "same flags"),
+        ({"hf_config.rope.theta": "1"}, "facts.hf_config.rope.theta", "same model folder"),
+        ({"hf_config.dtype": "1"}, "facts.hf_config.dtype", "same model folder"),
     ],
 )
 def test_a_differing_fact_is_named_with_what_to_change(

@@ -115,11 +115,14 @@ def test_a_folder_with_a_model_is_taken() -> None:
     check_model(str(RECALL_GDN), [])
 
 
-def test_a_folder_without_one_is_refused_with_what_is_in_it(tmp_path: Path) -> None:
-    for number in range(7):
-        (tmp_path / f"{number}.txt").touch()
-    with pytest.raises(ConfigError, match=r"without a config.json \(there is 0.txt, 1.txt, .*, 4.txt …"):
+def test_a_folder_without_one_is_refused_and_one_in_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"without a config.json: name the folder .* and weights$"):
         check_model(str(tmp_path), [])
+    for name, says in (("one", "; 'one' in it is one$"), ("two", "; 2 folders in it are$")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+        with pytest.raises(ConfigError, match=says):
+            check_model(str(tmp_path), [])
     check_model(str(tmp_path), ["--hf-config-path", "elsewhere"])
     (tmp_path / "params.json").touch()
     check_model(str(tmp_path), [])

@@ -25,8 +25,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return given
 
 
-def start() -> None:
-    _serve(Role.PREFILL, str(RECALL_GDN), {}, Config(), ["--port", "0"], dry_run=False)
+def start(dry_run: bool = False) -> None:
+    _serve(Role.PREFILL, str(RECALL_GDN), {}, Config(), ["--port", "0"], dry_run=dry_run)
 
 
 def for_cpu(monkeypatch: pytest.MonkeyPatch, yes: bool) -> None:
@@ -68,12 +68,13 @@ def test_an_engine_on_a_gpu_is_left_as_it_is(
     assert CACHE_GIB not in environment
 
 
+@pytest.mark.parametrize("dry_run", [False, True], ids=["start", "dry run"])
 def test_a_pause_that_cannot_be_read_is_named_before_vllm_is_loaded(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
     monkeypatch.setenv(PAUSE_US, "soon")
     with pytest.raises(ConfigError, match=f"{PAUSE_US}: expected .* found 'soon'"):
-        start()
+        start(dry_run)
     assert environment == {}
 
 

@@ -67,6 +67,7 @@ def test_a_field_that_a_peer_made_up_is_counted_with_others() -> None:
 def test_two_kinds_of_one_field_are_told_apart() -> None:
     assert refusal_label("groups[0].layers.1.mixer.kv.dtype") == "dtype"
     assert refusal_label("facts.dtype") == "facts.dtype"
+    assert refusal_label("facts.hf_config.text_config.rope_theta") == "facts.hf_config"
     assert (
         refusal_label("groups[0].a.b.loops[2].count") == refusal_label("groups[0].a.b.loops.count") == "loops"
     )

@@ -46,8 +46,12 @@ def test_a_page_is_read_whole() -> None:
     assert snapshot.engine == "0"
     assert snapshot.ours
     assert snapshot.by_label("stateferry_handoffs_total") == {"received": 3, "failed": 1, "abandoned": 0}
-    assert snapshot.value("stateferry_handoff_seconds_count") == 4
-    assert max(snapshot.buckets.values()) == 4
+    assert snapshot.by_label("stateferry_handoff_seconds_count") == {
+        "received": 3,
+        "failed": 1,
+        "abandoned": 0,
+    }
+    assert max(snapshot.buckets.values()) == 3, "one that failed at once would make its engine look quick"
     assert snapshot.value("stateferry_received_bytes_total", "state") > 0
     assert snapshot.value("stateferry_peers", "ready") == 1
     assert snapshot.value("no such series") == 0
@@ -55,7 +59,9 @@ def test_a_page_is_read_whole() -> None:
     assert failed.labels["cause"] == "deadline"
     assert failed.labels["request"] == "late"
     assert "no end of the read" in failed.labels["reason"]
-    assert "late" in {example.labels["request"] for example in snapshot.timed}
+    assert {"late": "failed"}.items() <= {
+        e.labels["request"]: e.labels["outcome"] for e in snapshot.timed
+    }.items()
 
 
 def test_every_metric_is_read_under_its_own_label() -> None:

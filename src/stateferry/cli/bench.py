@@ -41,6 +41,7 @@ bench_app = typer.Typer(
 
 bench_app.command(
     "transport",
+    short_help="How fast transports move the pieces of hand-offs between two processes.",
     epilog=examples("stateferry bench transport --arm cma --arm nixl --tokens 8192 --json"),
 )(bench_transport)
 
@@ -49,6 +50,7 @@ LATENCY_ARMS = ("cma", "nixl", "in-tree")
 
 @bench_app.command(
     "added-latency",
+    short_help="What two engines add to one engine's first token.",
     epilog=examples(
         "stateferry bench added-latency",
         "stateferry bench added-latency --arm cma --arm in-tree-shipped --requests 60 --json",
@@ -89,7 +91,11 @@ def added_latency(
     finish("added-latency", kept, [table], json_output, report)
 
 
-@bench_app.command("plan", epilog=examples("stateferry bench plan --rounds 30 --report plan.html"))
+@bench_app.command(
+    "plan",
+    short_help="What planning costs.",
+    epilog=examples("stateferry bench plan --rounds 30 --report plan.html"),
+)
 def plan(
     rounds: Annotated[int, typer.Option(help="Times that every arm runs.", min=5)] = 15,
     seed: Annotated[int, typer.Option(help="Of block ids and of the order of the arms.")] = 0,
@@ -108,14 +114,24 @@ def plan(
     finish("plan", kept, _plan_tables(measured), json_output, report)
 
 
-bench_app.command("footprint", epilog=examples("stateferry bench footprint --repeats 7 --json"))(footprint)
-bench_app.command("open", epilog=examples("stateferry bench open --repeats 7 --json"))(open_handoff)
+bench_app.command(
+    "footprint",
+    short_help="What an open hand-off costs in memory and time.",
+    epilog=examples("stateferry bench footprint --repeats 7 --json"),
+)(footprint)
+bench_app.command(
+    "open",
+    short_help="What an open hand-off costs an idle prefill engine.",
+    epilog=examples("stateferry bench open --repeats 7 --json"),
+)(open_handoff)
 bench_app.command(
     "handoff",
+    short_help="First tokens through a router, by prompt length and requests at a time.",
     epilog=examples("stateferry bench handoff --arm cma --arm nixl --tokens 512 --concurrency 4 --repeats 7"),
 )(handoff)
 bench_app.command(
     "interference",
+    short_help="What running answers notice of hand-offs that arrive.",
     epilog=examples(
         "stateferry bench interference --arm cma --arm cma-sync",
         "stateferry bench interference --decodes 4 --handoffs 8 --tokens 500 --report interference.html",
@@ -123,6 +139,7 @@ bench_app.command(
 )(interference)
 bench_app.command(
     "agentx",
+    short_help="How agent sessions fare: prompts that grow, shared prefixes, subagents.",
     epilog=examples(
         "stateferry bench agentx --arm cma --count 4 --router",
         "stateferry bench agentx --sessions recorded/ --scale 64 --json",
@@ -130,6 +147,7 @@ bench_app.command(
 )(agentx)
 bench_app.command(
     "agentx-sessions",
+    short_help="Write made-up agent sessions in the Weka format.",
     epilog=examples("stateferry bench agentx-sessions made-up --count 24 --seed 7"),
 )(agentx_sessions)
 

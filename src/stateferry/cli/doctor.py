@@ -71,6 +71,7 @@ class Match:
 
 
 def doctor(
+    urls: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     prefill_url: Annotated[
         str | None, typer.Option("--prefill-url", help="A running prefill engine.", show_default=False)
     ] = None,
@@ -100,6 +101,11 @@ def doctor(
     shake hands, and shows what a hand-off would move. A running engine is asked with a prompt of one or two
     tokens. Exit code 1: there is a problem.
     """
+    if urls:
+        raise ConfigError(
+            f"an engine's role decides what is looked at: --prefill-url {urls[0]} --decode-url "
+            f"{urls[1] if len(urls) > 1 else 'URL'}"
+        )
     prefill = _source("prefill", prefill_url, prefill_config)
     decode = _source("decode", decode_url, decode_config)
     if (prefill is None) != (decode is None):

@@ -16,7 +16,6 @@ HTTP_PORT = 8000
 REACH_S = 5.0
 MODEL_CONFIGS = ("config.json", "params.json")
 """One of them makes a folder a model: Hugging Face's, or Mistral's."""
-SHOWN_FILES = 5
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 TRUE = ("1", "on", "yes", "true")
@@ -83,11 +82,17 @@ def check_model(model: str, arguments: Sequence[str]) -> None:
 def _check_folder(path: Path, model: str) -> None:
     if any((path / name).is_file() for name in MODEL_CONFIGS):
         return
-    names = sorted(entry.name for entry in path.iterdir())
-    found = ", ".join(names[:SHOWN_FILES]) + (" …" if len(names) > SHOWN_FILES else "")
+    inside = sorted(entry.parent.name for entry in path.glob(f"*/{MODEL_CONFIGS[0]}"))
+    hint = (
+        f"; {inside[0]!r} in it is one"
+        if len(inside) == 1
+        else f"; {len(inside)} folders in it are"
+        if inside
+        else ""
+    )
     raise ConfigError(
-        f"MODEL {model!r} is a folder without a config.json (there is {found or 'nothing'} in it): name the "
-        "folder that holds a model's config.json and weights"
+        f"MODEL {model!r} is a folder without a config.json: name the folder that holds a model's "
+        f"config.json and weights{hint}"
     )
 
 

@@ -204,6 +204,7 @@ def _serve(
 ) -> None:
     transfer = transfer_config(role, extra)
     passed = ["--model", model, "--kv-transfer-config", transfer, *arguments]
+    pause_us(os.environ)
     if dry_run:
         print(shlex.join([sys.executable, "-m", SERVER, *passed]))
         return
@@ -212,7 +213,6 @@ def _serve(
             "vLLM is not installed in this Python environment. With StateFerry's source: `make setup`; "
             "otherwise pip install 'stateferry[cpu]' or 'stateferry[cuda]'."
         )
-    pause_us(os.environ)
     check_model(model, arguments)
     check_ports(arguments, config)
     port = http_port(arguments)

@@ -183,8 +183,9 @@ class Link:
         self.cause = cause
         self.greeting_again = False
         self.state = LinkState.FAILED
-        # A layout that differs may be quoted whole, and its peer chose how long that is.
-        self.reason = f"producer rank at {self.address.host}:{self.address.port}: {reason[:MAX_TEXT]}"
+        # What is wrong comes first: tables and exemplars show how a reason begins. A layout that differs may
+        # be quoted whole, and its peer chose how long that is.
+        self.reason = f"{reason[:MAX_TEXT]} (producer rank at {self.address.host}:{self.address.port})"
 
     def renew(self, renewal: Renewal, now_s: float) -> None:
         """Send a renewal and remember when."""

@@ -67,8 +67,10 @@ def decode_layout(data: bytes) -> CacheLayout:
 
 
 def _advice(field: str) -> str:
-    """What to change: by the whole name first, then by its last word."""
-    return _ADVICE.get(field) or _ADVICE.get(field.rpartition(".")[2]) or _SAME_FLAGS
+    """What to change: by the whole name first, then by its first words, then by its last."""
+    words = field.split(".")
+    names = [".".join(words[:count]) for count in range(len(words), 0, -1)]
+    return next((_ADVICE[name] for name in (*names, words[-1]) if name in _ADVICE), _SAME_FLAGS)
 
 
 def _differ(field: str, ours: object, theirs: object) -> NoReturn:

@@ -53,6 +53,7 @@ FIELDS = (
 )
 """In what two engines may not fit. A peer may send any name, so others are counted as one."""
 
+OUTCOMES = ("received", "failed", "abandoned")
 METRICS: dict[str, Metric] = {
     m.name: m
     for m in (
@@ -61,7 +62,7 @@ METRICS: dict[str, Metric] = {
             MetricKind.COUNTER,
             "Hand-offs that this engine's requests had as a consumer, by how they ended.",
             "outcome",
-            ("received", "failed", "abandoned"),
+            OUTCOMES,
         ),
         Metric(
             "stateferry_failures",
@@ -100,7 +101,9 @@ METRICS: dict[str, Metric] = {
         Metric(
             "stateferry_handoff_seconds",
             MetricKind.HISTOGRAM,
-            "From vLLM's load order to the end, well or badly, the slowest rank's.",
+            "From vLLM's load order to the end, the slowest rank's, by how it ended.",
+            "outcome",
+            OUTCOMES,
             buckets=SECONDS,
         ),
         Metric(
@@ -230,5 +233,7 @@ def refusal_label(field: str) -> str:
     words = re.sub(r"\[\d+\]", "", field).split(".")
     if words[0] != "facts":
         words = [word for word in words if word != "count"][-1:]
+    elif words[1:2] == ["hf_config"]:
+        words = words[:2]  # a model's configuration may have any keys
     label = ".".join(words)
     return label if label in FIELDS else OTHER_FIELD

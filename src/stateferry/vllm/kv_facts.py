@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -16,6 +17,8 @@ from stateferry import __version__
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _NOT_IDENTITY = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "_attn_implementation"})
 """Keys of a model's config that say where it lies or who wrote it, not what it computes."""
+LONGEST_VALUE = 64
+"""Characters of one of its values that peers are told as they are."""
 _GROUP_KEYS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
@@ -55,7 +58,6 @@ def collect_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, device: st
         "model": PurePath(str(model.model)).name,
         "model_revision": str(model.revision or "none"),
         "architecture": str(model.architecture),
-        "hf_config": _config_hash(model.hf_config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
         "attention_backends": ", ".join(backends),
@@ -72,6 +74,7 @@ def collect_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, device: st
         facts["conv_layout"] = get_conv_state_layout()
         facts["mamba_cache_mode"] = str(cache.mamba_cache_mode)
         facts["prompt_cut"] = "the producer computes all tokens but the last"
+    facts |= {f"hf_config.{key}": text for key, text in _config_facts(model.hf_config.to_dict())}
     if "cpu" in device:
         facts["cpu_packing"] = _cpu_packing(config, kv_cache_config)
     return facts
@@ -111,10 +114,19 @@ def _cpu_attention_kernel(config: VllmConfig, spec: AttentionSpec, layer: str) -
     return f"attention {_get_attn_isa(model.dtype, spec.block_size, spec.head_size, cache.cache_dtype)}"
 
 
-def _config_hash(hf_config: Any) -> str:  # transformers' config is untyped to us
-    """A short hash of the model's config, without the keys that do not change what it computes."""
-    text = json.dumps(_plain(hf_config.to_dict()), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def _config_facts(config: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """What a model's config says key by key, without the keys that do not change what it computes; a long
+    value by its hash."""
+    for key, value in config.items():
+        if key in _NOT_IDENTITY:
+            continue
+        if isinstance(value, dict) and value:
+            yield from ((f"{key}.{inner}", text) for inner, text in _config_facts(value))
+            continue
+        text = json.dumps(_plain(value), sort_keys=True)
+        if len(text) > LONGEST_VALUE:
+            text = f"{len(text)} characters, hash {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        yield str(key), text
 
 
 def _plain(value: Any) -> Any:  # any JSON value in, one without run-dependent parts out

@@ -82,11 +82,13 @@ class StateFerryStats(KVConnectorStats):
 def record_handoff(stats: StateFerryStats, groups: Sequence[Group], reports: Sequence[Report]) -> None:
     """Count one request's hand-off, given every rank's report."""
     worst = max(reports, key=lambda r: (r.outcome is Outcome.FAILED, r.outcome is Outcome.ABANDONED))
-    request_id = worst.request_id[-MAX_REQUEST_ID:]
+    # Not `-1234`: whoever looks for it in a log would give `grep` an option.
+    request_id = worst.request_id[-MAX_REQUEST_ID:].lstrip("-")
     stats.add("stateferry_handoffs", 1, worst.outcome.value)
     trace_id = _trace_id(worst)
-    seen = exemplar_of(outcome=worst.outcome.value, trace_id=trace_id, request=request_id)
-    stats.observe("stateferry_handoff_seconds", max(r.total_s for r in reports), exemplar=seen)
+    seen = exemplar_of(trace_id=trace_id, request=request_id)
+    took_s = max(r.total_s for r in reports)
+    stats.observe("stateferry_handoff_seconds", took_s, worst.outcome.value, seen)
     stats.add("stateferry_retries", sum(r.retries for r in reports))
     why = next((r for r in (worst, *reports) if r.cause is not Cause.NONE), None)
     if why is not None:

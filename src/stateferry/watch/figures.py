@@ -38,7 +38,7 @@ class Figures:
     """By outcome, since the engine's start; so are all that follow unless said."""
     handoffs_rate: float | None
     median: Between | None
-    """Of the hand-offs between the looks; with one look, of all."""
+    """Of the hand-offs that were received between the looks; with one look, of all that were."""
     slow: Between | None
     """The 95th percentile of the same."""
     received_bytes: Mapping[str, int]
@@ -64,17 +64,14 @@ class Figures:
 
 def figures_of(now: Snapshot, before: Snapshot | None, role: str) -> Figures:
     """Figures of an engine as of `now`. `before` is an earlier look at the same engine, or None."""
-    if before is not None and before.value("stateferry_handoff_seconds_count") > now.value(
-        "stateferry_handoff_seconds_count"
-    ):
+    if before is not None and _ended(before) > _ended(now):
         before = None  # it was restarted
     passed_s = now.at_s - before.at_s if before is not None else 0.0
     buckets: dict[float, float] = dict(now.buckets)
     handoffs_rate = bytes_rate = None
     if before is not None and passed_s > 0:
         buckets = {le: count - before.buckets.get(le, 0.0) for le, count in now.buckets.items()}
-        ended = sum(now.by_label(HANDOFFS).values()) - sum(before.by_label(HANDOFFS).values())
-        handoffs_rate = ended / passed_s
+        handoffs_rate = (_ended(now) - _ended(before)) / passed_s
         bytes_rate = {
             kind: (size - before.value(BYTES, kind)) / passed_s for kind, size in now.by_label(BYTES).items()
         }
@@ -120,9 +117,14 @@ def quantile(buckets: Mapping[float, float], share: float) -> Between | None:
     return Between(bounds[-1], None)
 
 
+def _ended(snapshot: Snapshot) -> float:
+    """Hand-offs that are over, however they ended."""
+    return sum(snapshot.by_label(HANDOFFS).values())
+
+
 def _role(snapshot: Snapshot) -> str:
     """What an engine did so far."""
-    reads = sum(snapshot.by_label(HANDOFFS).values()) > 0
+    reads = _ended(snapshot) > 0
     gives = sum(snapshot.by_label("stateferry_grants_total").values()) > 0
     return "both" if reads and gives else "decode" if reads else "prefill" if gives else ""
 

@@ -13,6 +13,7 @@ OURS = "stateferry_"
 VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 """What of vLLM's own numbers is shown beside ours."""
 HANDOFF = "stateferry_handoff_seconds_bucket"
+RECEIVED = "received"
 FAILURES = "stateferry_failures_total"
 ENGINE = "engine"
 
@@ -39,9 +40,10 @@ class Snapshot:
     values: Mapping[tuple[str, str], float]
     """By series and value of our own label ("" without one)."""
     buckets: Mapping[float, float]
-    """How many hand-offs took at most so many seconds."""
+    """How many of the hand-offs that were received took at most so many seconds: one that is refused is over
+    at once, and would make its engine look quick."""
     timed: tuple[Example, ...]
-    """Hand-offs with their seconds: the last one of each bucket."""
+    """Hand-offs with their seconds: the last one of each outcome and bucket; the labels have its outcome."""
     failed: tuple[Example, ...]
     """The last hand-off that failed, of each cause; the labels have its cause."""
 
@@ -74,9 +76,10 @@ def read_page(text: str, url: str, at_s: float, openmetrics: bool) -> list[Snaps
             found = by_engine.setdefault(sample.labels.get(ENGINE, "0"), _Collected({}, {}, [], []))
             own = sample.labels.get(label, "")
             if sample.name == HANDOFF:
-                found.buckets[float(sample.labels["le"])] = sample.value
+                if own == RECEIVED:
+                    found.buckets[float(sample.labels["le"])] = sample.value
                 if sample.exemplar:
-                    found.timed.append(_example(sample.exemplar, {}))
+                    found.timed.append(_example(sample.exemplar, {"outcome": own}))
             elif "le" not in sample.labels:
                 found.values[sample.name, own] = found.values.get((sample.name, own), 0.0) + sample.value
             if sample.name == FAILURES and sample.exemplar:
