@@ -14,6 +14,7 @@ from stateferry.pause import MOST_US, PAUSE_US, pause_us
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing vLLM warns about its own dependencies
     import zmq
+    from harness import ATTENTION, Engine
 
     from stateferry.vllm import plugin, waits
     from stateferry.vllm.compat import message_queue
@@ -88,6 +89,24 @@ def test_a_value_that_cannot_be_read_ends_the_engine_at_its_start(
     with pytest.raises(ConfigError, match=f"{PAUSE_US}: expected a whole number .* from 0 to {MOST_US}"):
         plugin.register()
     assert pause_us({PAUSE_US: str(MOST_US)}) == MOST_US
+
+
+def test_it_sleeps_where_vllm_knows_only_our_modules_path(
+    calls: Calls, reader: message_queue.SpinCondition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: `VLLM_PLUGINS` left the plugin out, and engines waited as shipped, whatever `stateferry serve`
+    had said."""
+    monkeypatch.setenv(PAUSE_US, "50")
+    Engine("kv_consumer", ATTENTION).shut_down()
+    calls.sleeps_s.clear()
+    reader.wait()
+    assert (calls.yields, calls.sleeps_s) == (0, [pytest.approx(50e-6)])
+
+
+def test_a_value_that_cannot_be_read_is_told_there_too(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PAUSE_US, "soon")
+    with pytest.raises(ConfigError, match=PAUSE_US):
+        Engine("kv_consumer", ATTENTION)
 
 
 def test_a_vllm_that_waits_in_another_way_is_left_alone(

@@ -26,6 +26,7 @@ from stateferry.vllm.moriio import read_config
 from stateferry.vllm.offering import Finished
 from stateferry.vllm.scheduler import SchedulerHalf
 from stateferry.vllm.stats import StateFerryPromMetrics, StateFerryStats
+from stateferry.vllm.waits import sleep_between_looks
 from stateferry.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = self._kv_transfer_config
+        sleep_between_looks()  # no plugin does, where vLLM knows us by our module's path alone
         config, self._dropin = read_config(vllm_config)
         _refuse(config, vllm_config)
         engine_id = EngineId(transfer.engine_id)

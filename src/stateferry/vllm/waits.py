@@ -20,7 +20,8 @@ YIELD = "sched_yield"
 
 
 def sleep_between_looks() -> None:
-    """Do in this process what the environment asks for. Any number of times, from vLLM's plugin hook.
+    """Do in this process what the environment asks for. Any number of times, from vLLM's plugin hook and from
+    our connector.
 
     Raises ConfigError for a value that cannot be read: better no engine than one that stalls now and then.
     """
