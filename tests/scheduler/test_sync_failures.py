@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from stateferry.ferry.ahead import ReadAhead
 from stateferry.ferry.room import Room
 from stateferry.layout.room import room_layout, slot_bytes, slot_count
-from stateferry.vllm import worker
+from stateferry.vllm import taking, worker
 
 pytestmark = pytest.mark.scheduler
 
@@ -336,3 +336,37 @@ def _two_hand_offs_in_one_small_room(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.run()
         assert pair.consumer.finished[request_id].tokens == answer(prompt_of(14, 1), 4)
         assert not room_is_free, "it was given slots that were not quiet"
+
+
+def fill_up_and_take(length: int, extra: int, free: int) -> None:
+    """A hand-off of that length, while the consumer's cache has only so many free blocks; then it has all."""
+    prompt = prompt_of(length) + list(range(2000, 2000 + extra))
+    with Pair(HYBRID, consumer=SYNC) as pair:
+        params = pair.prefill(prompt_of(length))
+        held = pair.consumer.pool.get_new_blocks(pair.consumer.free_blocks - free)
+        request_id = pair.consumer.add(prompt, params=params, max_tokens=3).request_id
+        claimable = pair.consumer.half.taking.claimable[request_id]
+        pair.run_until(lambda: bool(claimable.waiting or claimable.apart), "the read ahead")
+        for _ in range(4):
+            pair.step()
+        pair.consumer.pool.free_blocks(held)
+        pair.run()
+        assert pair.consumer.finished[request_id].tokens == answer(prompt, 3)
+        pair.check_idle()
+
+
+@pytest.mark.parametrize("length", [12, 13, 14])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_cache_that_is_nearly_full_does_not_end_the_engine(length: int, extra: int) -> None:
+    """Symptom: vLLM raised `Cannot get 1 free blocks from the pool` in a step that was to place a hand-off
+    and to compute a token of the next block."""
+    for free in range(4, 14):
+        fill_up_and_take(length, extra, free)
+
+
+def test_an_engine_that_ends_because_its_cache_is_nearly_full_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(taking, "_may_run_at_once", lambda *sizes: True)
+    with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
+        test_a_cache_that_is_nearly_full_does_not_end_the_engine(13, 0)

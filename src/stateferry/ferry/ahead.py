@@ -45,13 +45,15 @@ class ReadAhead:
         """Reads that may still write into their slots although nobody waits for them."""
         return len(self._stuck)
 
-    def begin(self, handoff: Handoff, now_s: float, timeout_s: float) -> Reading | None:
-        """Order a read of the whole offer into the room. None: it has no room, or its tables do not fit,
-        which is then the hand-off's failure."""
+    def begin(
+        self, handoff: Handoff, now_s: float, timeout_s: float, *, allowed: bool = True
+    ) -> Reading | None:
+        """Order a read of the whole offer into the room. None: it has no room, is not `allowed` there, or its
+        tables do not fit, which is then the hand-off's failure."""
         if self.room is None or handoff.failure:
             return None
         try:
-            found = self.room.admit(handoff.request_id, handoff.offer)
+            found = self.room.admit(handoff.request_id, handoff.offer) if allowed else None
         except LayoutError as e:
             handoff.fail(str(e), Cause.TABLES)
             found = None

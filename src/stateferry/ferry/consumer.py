@@ -103,7 +103,9 @@ class ConsumerService:
                 self.open_here.fail(handoff, link.reason, link.cause)
             elif link.state is LinkState.READY:
                 self._asking.claim(link, handoff)
-        reading = self.ahead.begin(handoff, self._clock.now_s(), self._config.transfer_timeout_s)
+        reading = self.ahead.begin(
+            handoff, self._clock.now_s(), self._config.transfer_timeout_s, allowed=order.ahead
+        )
         if reading is not None:
             self.open_here.readings[order.request_id] = reading
 

@@ -66,6 +66,8 @@ class Open:
     request_id: RequestId
     offer: Offer
     trace: Trace = ()
+    ahead: bool = True
+    """Whether it may be read into the waiting room, where there is one; else vLLM gives blocks first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from stateferry.config import Config, LoadMode
 from stateferry.errors import LayoutError, ProtocolError
 from stateferry.ids import RequestId, TransferId
 from stateferry.layout.blocks import needed_blocks, pair
-from stateferry.layout.spec import Group
+from stateferry.layout.spec import Group, GroupKind
 from stateferry.session import Answered, Close, Expect, GroupLoad, Load, Open, Orders, Place, Report
 from stateferry.vllm.destinations import group_loads
 from stateferry.vllm.metadata import StateFerryWorkerMetadata
@@ -150,7 +150,8 @@ class Taking:
         self._use(request, offer.transfer_id)
         request_id = RequestId(request.request_id)
         self.claimable[request_id] = Claimable(offer)
-        self._opens.append(Open(request_id, offer, trace_of(request)))
+        ahead = _may_run_at_once(self._groups, offer.num_tokens, request.num_prompt_tokens)
+        self._opens.append(Open(request_id, offer, trace_of(request), ahead))
 
     def _check_offer(self, request: Any, offer: Offer) -> None:
         """Raise unless the offer is for this very prompt and describes every block that is needed."""
@@ -282,3 +283,17 @@ class Taking:
         self._loading_alone += request_id in self._loading
         self._closes.append(Close(request_id))
         return received(claimable.reports, self._groups, claimable.ahead)
+
+
+def _may_run_at_once(groups: Sequence[Group], offered_tokens: int, prompt_tokens: int) -> bool:
+    """Whether vLLM can run a request in the step that gives it blocks for what is offered.
+
+    vLLM 0.32 counts one new block of a recurrent group for such a step. It takes two, for the state that is
+    loaded and for the one that is written, where they lie in different blocks; and where fewer are left than
+    it takes, it raises, which ends the engine. It counts rightly where the load comes first.
+    """
+    return not any(
+        group.kind is GroupKind.STATE
+        and (offered_tokens - 1) // group.block_tokens != (prompt_tokens - 1) // group.block_tokens
+        for group in groups
+    )
