@@ -1,10 +1,12 @@
 """What `serve` finds wrong before vLLM is loaded: a port that is taken, a folder without a model."""
 
 import json
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,15 @@ from stateferry.models import RECALL_GDN
 def taken() -> Iterator[int]:
     """A port on which somebody listens, and nobody on the one before it."""
     while True:
-        with socket.socket() as listener, socket.socket() as before:
-            listener.bind(("127.0.0.1", 0))
+        # Below those that the system picks from: the one before must stay free.
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as listener, socket.socket() as before, suppress(OSError):
+            before.bind(("127.0.0.1", port - 1))
+            before.close()
+            listener.bind(("127.0.0.1", port))
             listener.listen()
-            port = listener.getsockname()[1]
-            if before.connect_ex(("127.0.0.1", port - 1)):
-                before.close()
-                yield port
-                return
+            yield port
+            return
 
 
 @pytest.fixture
