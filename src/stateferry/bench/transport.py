@@ -6,7 +6,7 @@ copy of as many bytes, which takes its turn like an arm.
 """
 
 import random
-import select
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from stateferry.bench.transport_peer import PeerProcess, register_all
 from stateferry.errors import TransportError
 from stateferry.layout.spec import Pieces
 from stateferry.transport import MemoryKind, Peer, TransferState
+from stateferry.transport.base import QUICK_PAUSE_S, QUICK_POLLS
 
 LIMIT = "one plain copy"
 TRANSPORTS = {
@@ -29,9 +30,8 @@ TRANSPORTS = {
 """The arms there are."""
 CONNECT_S = 30.0
 TIMEOUT_S = 120.0
-QUICK_S = 0.0015
-"""As the ferry does: it looks without a pause for about so long (fifty turns of its thread), then once a
-millisecond."""
+LATER_PAUSE_S = 0.001
+"""As the ferry, after its quick looks."""
 KEPT = ("post_ms", "done_ms", "held_ms", "longest_call_ms", "cpu_ms", "peer_cpu_ms")
 
 
@@ -151,12 +151,12 @@ class Bench:
 def timed_read(name: str, peer: Peer, pieces: Pieces) -> Sample:
     """Post one batch and poll it as the ferry does, `peer_cpu_ms` left out. Raises TransportError when it
     fails or does not end."""
-    pause = select.poll()
+    pause = threading.Event()
     cpu, start = process_time(), perf_counter()
     transfer = peer.post_read(pieces)
     called = perf_counter()
     post = held = longest = called - start
-    state = TransferState.PENDING
+    state, looks = TransferState.PENDING, 0
     while True:
         state = transfer.poll()
         now = perf_counter()
@@ -166,7 +166,8 @@ def timed_read(name: str, peer: Peer, pieces: Pieces) -> Sample:
             break
         if now - start > TIMEOUT_S:
             raise TransportError(f"{name}: not done after {TIMEOUT_S:g} s")
-        pause.poll(0 if now - start < QUICK_S else 1)
+        looks += 1
+        pause.wait(QUICK_PAUSE_S if looks < QUICK_POLLS else LATER_PAUSE_S)
         called = perf_counter()
     used = process_time() - cpu
     if state is not TransferState.DONE:

@@ -21,19 +21,13 @@ from stateferry.ferry.producer import ProducerService
 from stateferry.ferry.setup import FerrySetup
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.telemetry import Key
+from stateferry.transport.base import QUICK_PAUSE_S, QUICK_POLLS
 from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.25
 """Longest sleep while anything is open: how late a deadline may be noticed."""
-QUICK_POLLS = 400
-"""Looks after a post with so short a sleep between them, before looks every millisecond: most reads end
-within them. Counted, because some transports move bytes in a look."""
-QUICK_PAUSE_S = 0.00002
-"""Asleep, not spinning: who looks again at once takes Python's lock again before a thread that waits for it
-wakes up, and vLLM's own would then wait for Python's switch interval, 5 ms. Also after a look that moved
-bytes with that lock released: without a pause there the same was measured."""
 MAX_FAILED_TURNS = 20
 """So many turns of the thread in a row end in an error before it gives up: what fails every time will not
 pass."""

@@ -16,6 +16,14 @@ from stateferry.errors import ProtocolError
 from stateferry.layout.spec import Pieces
 from stateferry.transport.mori_options import MoriOptions
 
+QUICK_POLLS = 400
+"""Looks after a post with so short a sleep between them, before looks every millisecond: most reads end
+within them. Counted, because some transports move bytes in a look."""
+QUICK_PAUSE_S = 0.00002
+"""Asleep, not spinning: who looks again at once takes Python's lock again before a thread that waits for it
+wakes up, and vLLM's own would then wait for Python's switch interval, 5 ms. Also after a look that moved
+bytes with that lock released: without a pause there the same was measured."""
+
 
 class TransferState(enum.Enum):
     """Where a posted batch stands."""
