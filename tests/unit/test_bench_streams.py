@@ -81,6 +81,15 @@ def test_whatever_a_server_does_is_an_error_of_that_request_only(handler: Handle
     assert words in ask(handler, "http://d").error
 
 
+def test_an_error_without_a_text_is_named_by_its_kind() -> None:
+    """Symptom: `http://127.0.0.1:34659: `, and nobody knew what had happened."""
+
+    def closed(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("", request=request)
+
+    assert ask(closed, "http://d").error == "http://d: ReadError"
+
+
 def test_a_prefill_leg_without_an_offer_is_an_error() -> None:
     got = ask(lambda _: httpx.Response(200, json={"choices": []}), ("http://p", "http://d"))
     assert "no kv_transfer_params" in got.error

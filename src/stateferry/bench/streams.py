@@ -102,7 +102,7 @@ class Streams:
                 params = await self._timed_prefill(prefill, prompt, headers, PREFILL_PARAMS, answer)
             await self._stream(where, prompt, max_tokens, params, headers, answer, on_token)
         except (httpx.HTTPError, ValueError, _AnswerError) as e:
-            answer.error = f"{where}: {e or type(e).__name__}"[:500]
+            answer.error = f"{where}: {str(e) or type(e).__name__}"[:500]
         return answer
 
     async def prefill(self, url: str, prompt: Sequence[int]) -> tuple[Mapping[str, Any] | None, str]:
@@ -110,7 +110,7 @@ class Streams:
         try:
             return await self._prefill(url, prompt, None, PREFILL_PARAMS), ""
         except (httpx.HTTPError, ValueError, _AnswerError) as e:
-            return None, f"{url}: {e or type(e).__name__}"[:500]
+            return None, f"{url}: {str(e) or type(e).__name__}"[:500]
 
     async def _timed_prefill(
         self,
