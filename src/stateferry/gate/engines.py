@@ -126,7 +126,7 @@ def served(url: str) -> tuple[str, int]:
         model = answer.raise_for_status().json()["data"][0]
         return str(model["id"]), int(model["max_model_len"])
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as e:
-        raise EngineError(f"{url} does not answer like a vLLM server: {e or type(e).__name__}") from e
+        raise EngineError(f"{url} does not answer like a vLLM server: {str(e) or type(e).__name__}") from e
 
 
 def facts_of(metrics: Metrics, chunk_tokens: int, longest: int) -> Facts:

@@ -89,9 +89,9 @@ class Client:
                     return join_events(events(response), start, url)
                 answer = json.loads(response.read())
         except httpx.TimeoutException as e:
-            raise AnswerError(f"{url} did not answer within its time ({e or type(e).__name__})") from e
+            raise AnswerError(f"{url} did not answer within its time ({str(e) or type(e).__name__})") from e
         except httpx.HTTPError as e:
-            raise AnswerError(f"{url} did not answer: {e or type(e).__name__}") from e
+            raise AnswerError(f"{url} did not answer: {str(e) or type(e).__name__}") from e
         return completion([answer], time.monotonic() - start, None, url)
 
     def handoff(
@@ -201,7 +201,7 @@ class Client:
         try:
             response = self._http.request(method, url)
         except httpx.HTTPError as e:
-            raise AnswerError(f"{url} did not answer: {e or type(e).__name__}") from e
+            raise AnswerError(f"{url} did not answer: {str(e) or type(e).__name__}") from e
         if response.status_code != 200:
             raise AnswerError(f"{url} answered HTTP {response.status_code}", response.status_code)
         return response
