@@ -83,13 +83,11 @@ def _check_folder(path: Path, model: str) -> None:
     if any((path / name).is_file() for name in MODEL_CONFIGS):
         return
     inside = sorted(entry.parent.name for entry in path.glob(f"*/{MODEL_CONFIGS[0]}"))
-    hint = (
-        f"; {inside[0]!r} in it is one"
-        if len(inside) == 1
-        else f"; {len(inside)} folders in it are"
-        if inside
-        else ""
-    )
+    hint = ""
+    if len(inside) == 1:
+        hint = f"; {inside[0]!r} in it is one"
+    elif inside:
+        hint = f"; {len(inside)} folders in it are"
     raise ConfigError(
         f"MODEL {model!r} is a folder without a config.json: name the folder that holds a model's "
         f"config.json and weights{hint}"

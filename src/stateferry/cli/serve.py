@@ -19,8 +19,9 @@ from stateferry.cli.transport_names import TRANSPORT_NAMES
 from stateferry.cli.vllm_server import MODULE, SERVER
 from stateferry.config import Config
 from stateferry.errors import ConfigError, EngineError
-from stateferry.pause import CPU_PAUSE_US, PAUSE_US, pause_us
+from stateferry.pause import PAUSE_US, pause_us
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
+from stateferry.stack.host import engine_pause_us
 from stateferry.vllm.versions import is_for_cpu, vllm_version
 
 CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
@@ -224,9 +225,9 @@ def _serve(
     _say(f"it gets --kv-transfer-config '{transfer}'")
     if role is Role.DECODE:
         _say("what fails to arrive is computed here (kv_load_failure_policy recompute)")
-    if is_for_cpu() and PAUSE_US not in os.environ:
-        os.environ[PAUSE_US] = str(CPU_PAUSE_US)
-        _say(f"vLLM's processes sleep {CPU_PAUSE_US} us between looks for messages; {PAUSE_US}=0 leaves them")
+    if PAUSE_US not in os.environ and (sleep_us := engine_pause_us()):
+        os.environ[PAUSE_US] = str(sleep_us)
+        _say(f"vLLM's processes sleep {sleep_us} us between looks for messages; {PAUSE_US}=0 leaves them")
     if is_for_cpu() and CACHE_GIB not in os.environ:
         # vLLM would take nearly all of the machine's memory, which leaves none for the other engine.
         os.environ[CACHE_GIB] = "4"

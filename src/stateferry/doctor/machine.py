@@ -119,12 +119,11 @@ def examine_waits(environment: Mapping[str, str], for_cpu: bool) -> Finding:
         return ok(name, f"{sleep_us} us between looks ({PAUSE_US})")
     if not for_cpu:
         return ok(name, "without a pause, as shipped")
-    said = PAUSE_US in environment
+    if PAUSE_US in environment:
+        return ok(name, f"without a pause: {PAUSE_US} says so")
     return ok(
         name,
-        f"without a pause: {PAUSE_US} says so"
-        if said
-        else f"{CPU_PAUSE_US} us between looks by `stateferry serve`; without a pause by vLLM's own command, "
+        f"{CPU_PAUSE_US} us between looks by `stateferry serve`; without a pause by vLLM's own command, "
         f"unless {PAUSE_US} is set",
     )
 
