@@ -265,11 +265,10 @@ def test_an_offer_released_before_its_grant_does_not_keep_its_blocks_for_a_lease
             pair.consumer.step()
         time.sleep(0.05)  # the release is on its way
         assert pair.producer.ferry.counters.granted == 0
-        before = time.monotonic()
         pair.run()
-        assert time.monotonic() - before < 5
         pair.check_idle()
         assert pair.producer.ferry.counters.released == 1
+        assert pair.producer.ferry.counters.expired == 0
 
 
 def test_many_prefills_at_a_time() -> None:

@@ -74,10 +74,9 @@ def test_abort_while_one_rank_still_reads(slow: int) -> None:
             pair.step()
         assert pair.consumer.free_blocks < pair.consumer.all_free
         pair.consumer.taps[slow].held = False
-        before = time.monotonic()
         pair.run()
-        assert time.monotonic() - before < 10
         pair.check_idle()
+        assert [(f.counters.released, f.counters.expired) for f in pair.producer.ferries] == [(1, 0), (1, 0)]
 
 
 def test_an_offer_released_before_its_grants() -> None:
@@ -88,10 +87,9 @@ def test_an_offer_released_before_its_grants() -> None:
         while pair.consumer.busy or any(ferry.open_count for ferry in pair.consumer.ferries):
             pair.consumer.step()
         time.sleep(0.05)  # the releases are on their way
-        before = time.monotonic()
         pair.run()
-        assert time.monotonic() - before < 10
         pair.check_idle()
+        assert [(f.counters.released, f.counters.expired) for f in pair.producer.ferries] == [(1, 0), (1, 0)]
 
 
 def test_one_rank_of_the_producer_does_not_hold_the_offer_any_more() -> None:

@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
+from tests.unit.restless import restless_threads
 
 from stateferry.errors import ProtocolError, TransportTimeout, TransportUnavailable
 from stateferry.testing.transport_reads import finish, pieces
 from stateferry.testing.transport_rigs import ProcessRig, Target, content, regions_of
-from stateferry.transport import MemoryKind, MemoryRegion, TransferState, TransportOptions
+from stateferry.transport import MemoryKind, MemoryRegion, TransferState, TransportOptions, nixl_agent
 from stateferry.transport.nixl import NixlTransport
 from stateferry.transport.nixl_transfer import PART_BYTES, PART_PIECES, QUIET_AFTER_S, Memory, split
 from stateferry.transport.pieces import resolve_pieces
@@ -64,11 +63,15 @@ def test_stdout_and_logging_stay_ours() -> None:
 def test_an_idle_transport_leaves_the_processor_alone() -> None:
     with NixlTransport() as transport:
         transport.register(regions_of(HERE))
-        before, wall = time.process_time(), time.monotonic()
-        threading.Event().wait(0.5)
-        share = (time.process_time() - before) / (time.monotonic() - wall)
-    # With NIXL's own pause of 0 its thread takes all that it can get.
-    assert share < 0.1
+        assert restless_threads() == []
+
+
+def test_nixls_own_progress_thread_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NIXL's own pause of 0 its thread takes all that it can get."""
+    monkeypatch.setattr(nixl_agent, "PROGRESS_PAUSE_US", 0)
+    with NixlTransport() as transport:
+        transport.register(regions_of(HERE))
+        assert len(restless_threads()) == 1
 
 
 def test_a_back_end_that_is_not_installed_is_named_with_those_that_are() -> None:
