@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check docs quickstart package compat gate soak fuzz aiperf-check mori-contract clean
+.PHONY: help setup demo test unit check docs quickstart package compat gate soak fuzz aiperf-check mori-contract clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -35,8 +35,11 @@ package: ## Build a wheel; install it into clean environments, with and without 
 compat: setup ## Print what of vLLM we touch, and what other versions made of it
 	@$(BIN)/python tools/compat_table.py
 
-test: check docs ## Set-up, checks, documentation and the whole test suite (real engines: minutes)
-	$(BIN)/python -m pytest tests -m "not by_hand" --durations=10 $(PYTEST_ARGS)
+unit: setup ## The tests without vLLM; four processes, because half of their time is waiting
+	$(BIN)/python -m pytest tests/unit -n 4 --dist loadfile --durations=10 $(PYTEST_ARGS)
+
+test: check docs unit ## Set-up, checks, documentation and the whole test suite (real engines: minutes)
+	$(BIN)/python -m pytest tests/scheduler tests/engines -m "not by_hand" --durations=10 $(PYTEST_ARGS)
 
 gate: setup ## The accuracy gate on the bundled model; ARGS=--full for the long one
 	@$(BIN)/stateferry gate $(ARGS)
