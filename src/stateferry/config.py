@@ -76,6 +76,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`auto`: by `auth_key_file`. `none`: answer everybody, even where other machines can reach us."""
     port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
     """First control port; rank r of this engine listens on `port + r`. 0: the system picks."""
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
+    """Where a prefill engine answers `GET /query` of routers that send both legs at once, in clear text, to
+    everybody who reaches `bind_host`. They keep the answer, so `port` must be set, too. 0: nowhere."""
     lease_s: Seconds = 15.0
     """How long a producer keeps a finished request's blocks without hearing from a consumer.
     Renewed every third of it."""
@@ -144,6 +147,11 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         raise ConfigError(f"kv_connector_extra_config: {_explain(str(e), extra)}") from e
     if config.transport is TransportName.FAULTS and not config.testing:
         raise ConfigError("key 'transport' is 'faults', which damages hand-offs: set 'testing', too")
+    if config.bootstrap_port and not config.port:
+        raise ConfigError(
+            f"key 'bootstrap_port' = {config.bootstrap_port}, but 'port' is 0: routers ask once and keep the "
+            "answer, so an engine that restarts must listen where it did. Set 'port', too"
+        )
     if config.faults and config.transport is not TransportName.FAULTS:
         raise ConfigError("key 'faults' is set, but 'transport' is not 'faults': nothing would obey it")
     return config

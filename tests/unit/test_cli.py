@@ -89,6 +89,14 @@ def test_serve_decode_is_a_consumer_and_takes_every_setting() -> None:
     assert config["kv_connector_extra_config"] == extra
 
 
+def test_serve_prefill_tells_routers_where_they_may_ask() -> None:
+    _, config = served("prefill", "m", "--kv-port", "5600", "--bootstrap-port", "8998")
+    assert config["kv_connector_extra_config"] == {"port": 5600, "bootstrap_port": 8998}
+    refused = run("serve", "prefill", "m", "--bootstrap-port", "8998", "--dry-run")
+    assert refused.returncode == 2
+    assert "Set 'port', too" in refused.stderr
+
+
 def test_serve_takes_moriios_settings_and_refuses_what_they_cannot_be() -> None:
     settings = ("--set", "read_mode=true", "--set", "http_port=8100", "--set", "handshake_port=6301")
     _, config = served("prefill", "m", *settings)

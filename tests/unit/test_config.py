@@ -37,6 +37,7 @@ def test_values_may_be_text_as_some_launchers_pass_them() -> None:
         ("lease_s", 1e9),
         ("port", 70000),
         ("port", -1),
+        ("bootstrap_port", 65536),
         ("transport", "carrier-pigeon"),
         ("verify", "some"),
         ("testing", "perhaps"),
@@ -71,6 +72,12 @@ def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
 def test_faults_are_for_engines_under_test(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_config(settings)
+
+
+def test_routers_that_keep_an_answer_need_an_address_that_stays() -> None:
+    assert parse_config({"port": 5600, "bootstrap_port": "8998"}).bootstrap_port == 8998
+    with pytest.raises(ConfigError, match=r"'bootstrap_port' = 8998, but 'port' is 0.*restarts.*Set 'port'"):
+        parse_config({"bootstrap_port": 8998})
 
 
 def test_the_page_of_settings_is_what_the_code_says() -> None:

@@ -18,6 +18,7 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     "ids": frozenset(),
     "block_ids": frozenset(),
     "config": frozenset({"errors"}),
+    "bootstrap": frozenset({"errors", "ids", "wire"}),
     "pause": frozenset({"errors"}),
     "telemetry": frozenset({"errors", "ids"}),
     "layout": frozenset({"errors", "ids"}),
@@ -29,8 +30,8 @@ ALLOWED: Mapping[str, frozenset[str] | None] = {
     ),
     "moriio": frozenset({"block_ids", "config", "errors", "layout.spec", "wire"}),
     "vllm": frozenset(
-        {"block_ids", "config", "errors", "ferry", "ids", "layout", "moriio", "pause", "session"}
-        | {"telemetry", "transport", "wire"}
+        {"block_ids", "bootstrap", "config", "errors", "ferry", "ids", "layout", "moriio", "pause"}
+        | {"session", "telemetry", "transport", "wire"}
         # What `testing: true` asks for: damage on purpose.
         | {"testing.mutants"}
     ),

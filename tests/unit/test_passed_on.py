@@ -78,6 +78,14 @@ def test_a_setting_without_an_option_is_told_how_it_is_set() -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [["--bootstrap-port", "8998"], ["--kv-port", "5600", "--set", "bootstrap_port=8998"]],
+)
+def test_a_decode_engine_has_no_port_that_routers_ask(options: list[str]) -> None:
+    assert "is for `stateferry serve prefill`" in refusal(*options)
+
+
+@pytest.mark.parametrize(
     "options", [["--host", "h"], ["--port", "1"], ["--load-format", "auto"], ["--seed", "1"]]
 )
 def test_options_of_vllm_that_look_like_ours_are_left_alone(options: list[str]) -> None:

@@ -65,6 +65,16 @@ def test_one_port_for_both_is_noticed(free: int) -> None:
         check_ports(["--port", str(free)], Config(port=free))
 
 
+def test_the_port_that_routers_ask_is_looked_at_too(taken: int, free: int) -> None:
+    http, control = ["--port", str(free)], taken - 1
+    with pytest.raises(ConfigError, match=f"--bootstrap-port: cannot listen on port {taken}"):
+        check_ports(http, Config(port=control, bootstrap_port=taken))
+    with pytest.raises(ConfigError, match=f"rank 0 would listen on {control}, which is the --bootstrap-port"):
+        check_ports(http, Config(port=control, bootstrap_port=control))
+    with pytest.raises(ConfigError, match=f"--bootstrap-port {free} is the HTTP --port, too"):
+        check_ports(http, Config(port=control, bootstrap_port=free))
+
+
 def test_free_ports_are_free_again_afterwards(free: int) -> None:
     for _ in range(2):
         check_ports(["--port", str(free), "--host", "127.0.0.1"], Config())

@@ -28,7 +28,7 @@ CURES = {
 
 
 def check_ports(arguments: Sequence[str], config: Config) -> None:
-    """Raise ConfigError where the HTTP port or a control port of an engine like this cannot be bound.
+    """Raise ConfigError where a port of an engine like this cannot be bound: vLLM's HTTP, control, bootstrap.
 
     `arguments` are vLLM's. What only vLLM can say (a port in its config file, ranks of a data-parallel
     engine) is left to it. Binds each port for a moment.
@@ -39,13 +39,19 @@ def check_ports(arguments: Sequence[str], config: Config) -> None:
     if not config.port or any(argument.startswith(("--data-parallel", "-dp")) for argument in arguments):
         return
     ranks = _number(last_value(arguments, "--tensor-parallel-size", "-tp")) or 1
+    ours, bind_host = config.bootstrap_port, config.bind_host or config.host
     for rank in range(ranks):
         control = control_port(config.port, 0, ranks, rank)
-        if control == port:
+        if control in (port, ours):
+            other = "the HTTP --port" if control == port else "the --bootstrap-port"
             raise ConfigError(
-                f"--kv-port {config.port}: rank {rank} would listen on {control}, which is the HTTP --port"
+                f"--kv-port {config.port}: rank {rank} would listen on {control}, which is {other}"
             )
-        _try_to_bind(config.bind_host or config.host, control, "--kv-port")
+        _try_to_bind(bind_host, control, "--kv-port")
+    if ours and ours == port:
+        raise ConfigError(f"--bootstrap-port {ours} is the HTTP --port, too: give each a port of its own")
+    if ours:
+        _try_to_bind(bind_host, ours, "--bootstrap-port")
 
 
 def http_port(arguments: Sequence[str]) -> int | None:

@@ -72,6 +72,14 @@ KvPort = Annotated[
         show_default=False,
     ),
 ]
+BootstrapPort = Annotated[
+    str | None,
+    typer.Option(
+        "--bootstrap-port",
+        help="Answer routers that send both legs at once here (GET /query); needs --kv-port.",
+        show_default=False,
+    ),
+]
 AuthKeyFile = Annotated[
     str | None,
     typer.Option(
@@ -122,6 +130,7 @@ def prefill(
     transport: Transport = None,
     kv_host: KvHost = None,
     kv_port: KvPort = None,
+    bootstrap_port: BootstrapPort = None,
     auth_key_file: AuthKeyFile = None,
     lease_s: LeaseS = None,
     load_mode: LoadModeOption = None,
@@ -132,7 +141,15 @@ def prefill(
     """Start the engine that reads prompts."""
     _refuse(model, context)
     settings = read_options(
-        transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or []
+        transport,
+        kv_host,
+        kv_port,
+        bootstrap_port,
+        auth_key_file,
+        lease_s,
+        load_mode,
+        verify,
+        setting or [],
     )
     _serve(Role.PREFILL, model, *settings, context.args, dry_run)
 
@@ -162,8 +179,11 @@ def decode(
     """Start the engine that writes answers."""
     _refuse(model, context)
     settings = read_options(
-        transport, kv_host, kv_port, auth_key_file, lease_s, load_mode, verify, setting or []
+        transport, kv_host, kv_port, None, auth_key_file, lease_s, load_mode, verify, setting or []
     )
+    option = OPTION_OF["bootstrap_port"]
+    if settings[1].bootstrap_port or any(option_name(argument) == option for argument in context.args):
+        raise ConfigError(f"{option} is for `stateferry serve prefill`: routers ask prefill engines only")
     _serve(Role.DECODE, model, *settings, context.args, dry_run)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stateferry.config import Config, LoadMode
 from stateferry.errors import ConfigError
 from stateferry.ids import EngineId
+from stateferry.vllm.bootstrap import Bootstrap
 from stateferry.vllm.compat import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -55,7 +56,8 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._description = SelfDescription(str(transfer.kv_role))
+        self._bootstrap = Bootstrap(config, vllm_config, drops_in=self._dropin is not None)
+        self._description = SelfDescription(str(transfer.kv_role), self._bootstrap.port)
         if role is KVConnectorRole.SCHEDULER:
             groups = outline(kv_cache_config, vllm_config)
             self._scheduler = SchedulerHalf(
@@ -68,6 +70,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=transfer.is_kv_consumer,
                 dialect=self._dropin.dialect(groups) if self._dropin is not None else None,
             )
+            self._bootstrap.start()
             _advise(transfer)
         else:
             self._worker = WorkerHalf(config, engine_id, vllm_config, kv_cache_config)
@@ -78,6 +81,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """End this process's half."""
         if self._dropin is not None:
             self._dropin.stop()
+        self._bootstrap.stop()
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -94,6 +98,7 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.set_ranks([m.address for m in found])
             self._description.learn(found)
+            self._bootstrap.tell([m.address for m in found])
             if self._dropin is not None:
                 self._dropin.register()
 

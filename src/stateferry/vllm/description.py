@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 class SelfDescription:
     """Lives in the scheduler's process. vLLM calls everything here on the engine core's thread."""
 
-    def __init__(self, kv_role: str) -> None:
+    def __init__(self, kv_role: str, bootstrap_port: int = 0) -> None:
         self._kv_role = kv_role
+        self._bootstrap_port = bootstrap_port
         self._params: dict[str, Any] | None = None
 
     def learn(self, handshakes: Sequence[StateFerryHandshake]) -> None:
@@ -26,6 +27,7 @@ class SelfDescription:
             [handshake.layout for handshake in handshakes],
             [handshake.address for handshake in handshakes],
             self._kv_role,
+            self._bootstrap_port,
         )
 
     def answer(self, request: Any) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
     asked      kv_transfer_params: {"stateferry": {"describe": true}}
     answered   kv_transfer_params: {"stateferry": {"version": 1, "layouts": [base64 …],
                                                    "ranks": [[host, port, epoch] …],
-                                                   "kv_role": "kv_producer" (or kv_consumer, kv_both)}}
+                                                   "kv_role": "kv_producer" (or kv_consumer, kv_both),
+                                                   "bootstrap_port": 8998 (0: none)}}
 
 One entry a rank, by tensor-parallel rank. A layout here is bytes, as `layout.fingerprint` encodes it.
 """
@@ -29,6 +30,7 @@ class _Described(msgspec.Struct, frozen=True, kw_only=True):
     layouts: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     ranks: Annotated[tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
     kv_role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)] = ""
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankAddress, ...]
     kv_role: str = ""
     """vLLM's name of what it does in a hand-off; empty where an older engine does not say."""
+    bootstrap_port: int = 0
+    """Where it answers routers that send both legs at once; 0: nowhere."""
 
 
 def is_describe(params: Any) -> bool:
@@ -50,7 +54,7 @@ def is_describe(params: Any) -> bool:
 
 
 def description_to_params(
-    layouts: Sequence[bytes], ranks: Sequence[RankAddress], kv_role: str
+    layouts: Sequence[bytes], ranks: Sequence[RankAddress], kv_role: str, bootstrap_port: int = 0
 ) -> dict[str, Any]:
     """The dictionary that the answer to a describe request carries."""
     return {
@@ -59,6 +63,7 @@ def description_to_params(
             "layouts": [base64.b64encode(layout).decode("ascii") for layout in layouts],
             "ranks": [[r.host, r.port, r.epoch] for r in ranks],
             "kv_role": kv_role,
+            "bootstrap_port": bootstrap_port,
         }
     }
 
@@ -85,4 +90,6 @@ def parse_description(params: Any) -> Description:
         raise ProtocolError(
             f"the engine's description has {len(layouts)} layouts but {len(read.ranks)} addresses"
         )
-    return Description(layouts=layouts, ranks=read.ranks, kv_role=read.kv_role)
+    return Description(
+        layouts=layouts, ranks=read.ranks, kv_role=read.kv_role, bootstrap_port=read.bootstrap_port
+    )
