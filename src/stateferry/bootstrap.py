@@ -107,6 +107,8 @@ class BootstrapService:
                     await self._converse(reader, writer)
         except (OSError, TimeoutError):
             pass  # it left, or is too slow
+        except Exception:
+            logger.exception("a router was not answered")
         finally:
             self._open_count -= 1
             writer.transport.abort()
