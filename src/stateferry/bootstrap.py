@@ -28,6 +28,8 @@ MAX_CONNECTIONS = 64
 MAX_HEAD_BYTES = 8192
 ASK_S = 5.0
 """From accepting a connection to the last byte of its answer: whoever is slower is hung up on."""
+AGAIN_S = 1.0
+"""Pause where the system has no file left for a connection."""
 STOP_S = 5.0
 
 
@@ -64,10 +66,12 @@ class BootstrapService:
                 f"cannot answer routers on {host}:{port}: {e}. Set 'bootstrap_port' in "
                 "kv_connector_extra_config to a free port, or to 0 to answer none"
             ) from e
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._answer: bytes | None = None
-        self._open_count = 0
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._open: set[asyncio.Task[None]] = set()
+        """A task for each connection."""
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="stateferry-bootstrap", daemon=True)
 
@@ -95,30 +99,52 @@ class BootstrapService:
             logger.exception("/query is answered no more; the engine goes on")
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._listener)
+        self._listen()
         await self._ended.wait()
-        server.close()  # the runner ends what is still open
+        self._loop.remove_reader(self._listener)
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open_count += 1
+    def _listen(self) -> None:
+        if not self._ended.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Somebody connects. What is accepted has a task, and what has a task is closed when that ends."""
         try:
-            if self._open_count <= MAX_CONNECTIONS:
-                async with asyncio.timeout(ASK_S):
-                    await self._converse(reader, writer)
+            client, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as e:
+            logger.warning("no router can be answered for %g s: %s", AGAIN_S, e)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(AGAIN_S, self._listen)
+            return
+        if len(self._open) >= MAX_CONNECTIONS:
+            client.close()
+            return
+        client.setblocking(False)
+        task = self._loop.create_task(self._converse(client))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        task.add_done_callback(lambda _: client.close())
+
+    async def _converse(self, client: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(ASK_S):
+                await self._answer_one(client)
         except (OSError, TimeoutError):
             pass  # it left, or is too slow
         except Exception:
             logger.exception("a router was not answered")
-        finally:
-            self._open_count -= 1
-            writer.transport.abort()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One question, one answer; then the connection is closed."""
+    async def _answer_one(self, client: socket.socket) -> None:
+        """One question, one answer, the end."""
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
             while (event := http.next_event()) is h11.NEED_DATA:
-                http.receive_data(await reader.read(MAX_HEAD_BYTES))
+                http.receive_data(await self._loop.sock_recv(client, MAX_HEAD_BYTES))
         except h11.RemoteProtocolError as e:
             status, content = e.error_status_hint, _words(str(e))
         else:
@@ -129,10 +155,10 @@ class BootstrapService:
                 content = b""
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(content)))]
         response = h11.Response(status_code=status, headers=[*headers, ("Connection", "close")])
-        for part in (response, h11.Data(content), h11.EndOfMessage()):
-            writer.write(http.send(part) or b"")
-        writer.write_eof()
-        while await reader.read(MAX_HEAD_BYTES):
+        parts = (response, h11.Data(content), h11.EndOfMessage())
+        await self._loop.sock_sendall(client, b"".join(http.send(part) or b"" for part in parts))
+        client.shutdown(socket.SHUT_WR)
+        while await self._loop.sock_recv(client, MAX_HEAD_BYTES):
             pass  # until it has closed, too: what is unread would make the system throw the answer away
 
     def _answer_to(self, asked: h11.Request) -> tuple[int, bytes]:

@@ -1,10 +1,12 @@
 """The page that routers ask before they send both legs at once: what it says, to whom, and what it bears."""
 
 import contextlib
+import errno
 import json
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -222,6 +224,41 @@ def test_stopping_leaves_no_thread_and_may_be_said_twice(service: BootstrapServi
     never_started.stop()
     with pytest.raises(httpx.ConnectError):
         ask(never_started)
+
+
+class OutOfFiles:
+    """A listener on a machine that has no file left, for a while."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.refused = 0
+
+    def accept(self) -> Any:
+        if self.refused == 2:
+            return self._listener.accept()
+        self.refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_a_machine_without_a_file_left_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not in a loop without a pause, which is what a listener that stays readable makes of it."""
+    monkeypatch.setattr(bootstrap, "AGAIN_S", 0.05)
+    made = BootstrapService(HOST, 0)
+    listener = OutOfFiles(made._listener)
+    monkeypatch.setattr(made, "_listener", listener)
+    made.tell(ANSWER)
+    made.start()
+    try:
+        assert ask(made).content == ANSWER
+    finally:
+        made.stop()
+    assert listener.refused == 2
+    assert caplog.text.count("no router can be answered for 0.05 s") == 2
 
 
 def test_a_defect_in_an_answer_ends_that_answer_alone(
