@@ -117,7 +117,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             "Peers by state",
-            "Producers that this engine knows. failed: it is left alone for a while, then met again.",
+            "Producers that this engine knows. silent: it hangs, or its machine is cut off. failed: it is "
+            "left alone for a while, then met again.",
             "short",
             {"{{instance}} {{state}}": gauge("stateferry_peers", by="instance, state")},
         ),

@@ -36,7 +36,9 @@ or start the engine with `PROMETHEUS_DISABLE_CREATED_SERIES=True`, and nobody ha
   several API servers vLLM's multi-process mode adds up counters and histograms, and keeps the last value of
   a gauge.
 - **An idle engine takes no steps.** What a ferry sees meanwhile (a lease that ended, a peer that came or
-  died) is told with the engine's next step.
+  died) is told with the engine's next step: vLLM carries a connector's numbers with a step's output, and has
+  no other way. `stateferry_told_timestamp_seconds` says as of when all of them are; `stateferry doctor` with
+  URLs sends each engine a short prompt, after which they are new.
 
 ## Which request was that
 
@@ -62,6 +64,8 @@ Grafana. Several API servers (`--api-server-count`) serve none: Prometheus' clie
 | where does the time go | `sum(rate(stateferry_stage_seconds_sum[5m])) by (stage)` |
 | bytes a second | `sum(rate(stateferry_received_bytes_total[1m])) by (kind)` |
 | are leases too short | `sum(rate(stateferry_lease_losses_total[5m])) by (side)` |
+| does an engine hang that it reads from | `max(stateferry_peers{state="silent"}) by (instance) > 0` |
+| does it hang itself | `time() - stateferry_told_timestamp_seconds > 60 and vllm:num_requests_running > 0` |
 | do two engines not fit | `sum(stateferry_refusals_total) by (field) > 0` |
 """
 

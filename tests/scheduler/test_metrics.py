@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from stateferry.session import Report
-from stateferry.telemetry import METRICS, MetricKind
+from stateferry.session import Report, VirtualClock
+from stateferry.telemetry import METRICS, TOLD, MetricKind
 from stateferry.vllm import stats as vllm_stats
 from stateferry.vllm.connector import StateFerryConnector
+from stateferry.vllm.numbers import Numbers
 from stateferry.vllm.stats import StateFerryPromMetrics, StateFerryStats
 
 pytestmark = pytest.mark.scheduler
@@ -289,14 +290,46 @@ def test_a_step_in_which_nothing_happens_tells_nothing_however_much_is_open() ->
         assert pair.producer.half.open_count == len(params) == 20
         for _ in range(50):
             pair.producer.step()
-        told = len(pair.producer.told)
+        del pair.producer.told[:]
         for _ in range(20):
             pair.producer.step()
-        assert len(pair.producer.told) == told
+        assert [data for data in pair.producer.told if data.keys() != {TOLD}] == []
         for number, offered in enumerate(params):
             pair.consumer.add(prompt_of(14, number), params=offered)
         pair.run()
         pair.check_idle()
+
+
+def told_times(every_s: float, steps: int) -> list[float]:
+    """What an engine tells that takes a step every so often, in which nothing happens."""
+    clock = VirtualClock()
+    numbers, found = Numbers((), 1, clock), []
+    for _ in range(steps):
+        stats = numbers.take(0)
+        if stats is not None:
+            assert stats.data.keys() <= {TOLD, "stateferry_open_handoffs"}
+            found.append(stats.data[TOLD][""])
+        clock.advance(every_s)
+    return found
+
+
+def test_an_engine_that_takes_steps_says_so_now_and_then() -> None:
+    assert told_times(0.1, 101) == pytest.approx([1000.0, 1005.0, 1010.0], abs=0.2)
+    assert len(told_times(7.0, 4)) == 4
+
+
+def test_an_engine_that_never_says_so_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stateferry.vllm.numbers.TELL_S", 1e9)
+    with pytest.raises(AssertionError):
+        test_an_engine_that_takes_steps_says_so_now_and_then()
+
+
+def test_a_log_line_is_not_written_to_say_what_time_it_is() -> None:
+    told = {TOLD: {"": 1000.0}}
+    assert StateFerryConnector.build_kv_connector_stats(told).is_empty()
+    more = told | {"stateferry_retries": {"": 1}}
+    assert StateFerryConnector.build_kv_connector_stats(more).reduce() == {"stateferry_retries": 1}
+    assert more.keys() == {TOLD, "stateferry_retries"}, "the page's own copy"
 
 
 def test_the_registry_of_this_process_is_left_alone() -> None:

@@ -82,6 +82,8 @@ class ControlWire:
     """How many were made so far."""
     mends: bool = True
     """Whether a new connection is taken up; else it waits until that is set."""
+    hangs: bool = False
+    """Whether nothing is carried, as by a process that is stopped: its kernel takes calls, and bytes."""
     _streams: dict[socket.socket, Stream] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -112,7 +114,7 @@ class ControlWire:
             for key, _ in self._selector.select(0.02):
                 end = key.fileobj
                 assert isinstance(end, socket.socket)
-                if end is self._listener and not self.mends:
+                if self.hangs or (end is self._listener and not self.mends):
                     self._over.wait(0.01)
                 elif end is self._listener:
                     self._meet()

@@ -71,6 +71,34 @@ def test_an_engine_has_one_line_with_its_name_and_its_trouble(seen: list[Figures
     assert dead.endswith("no answer")
 
 
+@pytest.mark.parametrize(
+    ("running", "waiting", "told_s_ago", "trouble"),
+    [
+        (1, 0, 3.0, ""),
+        (1, 0, 300.0, "no step for 5 min"),
+        (0, 2, 300.0, "no step for 5 min"),
+        (0, 0, 300.0, ""),
+        (1, 0, None, ""),
+    ],
+)
+def test_an_engine_that_hangs_is_told_from_one_that_rests(
+    running: int, waiting: int, told_s_ago: float | None, trouble: str
+) -> None:
+    f = figures("prefill.txt", "http://127.0.0.1:8100")
+    f = dataclasses.replace(f, running=running, waiting=waiting, told_s_ago=told_s_ago)
+    (line,) = body(shown(engine_table([Found(f.url)], [f], {}), 200))
+    assert ("no step" in line) == bool(trouble)
+    assert trouble in line
+    assert {300.0: " 5 min ago ", 3.0: " 3 s ago ", None: "  - "}[told_s_ago] in line
+
+
+def test_peers_that_hang_are_trouble() -> None:
+    f = figures("decode_after.txt", "http://127.0.0.1:8200")
+    f = dataclasses.replace(f, peers={**f.peers, "silent": 2})
+    (line,) = body(shown(engine_table([Found(f.url)], [f], {}), 200))
+    assert line.endswith("2 silent peers")
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_left_out_is_named_and_the_rest_is_whole(seen: list[Figures], width: int) -> None:
     table = engines(seen)

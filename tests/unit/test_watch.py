@@ -1,5 +1,6 @@
 """`stateferry top` over pages that a real registry made (tests/scheduler/test_metrics.py records them)."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -20,7 +21,7 @@ from tests.command import run
 
 from stateferry.cli.top_tables import ago, duration, size
 from stateferry.errors import EngineError
-from stateferry.telemetry import METRICS
+from stateferry.telemetry import METRICS, TOLD
 from stateferry.testing.local_server import LocalServer
 from stateferry.watch import Engines, Found, Snapshot, discover, figures_of, read_page
 
@@ -114,6 +115,18 @@ def test_a_first_look_has_totals_and_no_rates() -> None:
 def test_an_engine_that_was_restarted_is_seen_for_the_first_time() -> None:
     (before,), (now,) = page("decode_after.txt", 100.0), page("decode_before.txt", 104.0)
     assert figures_of(now, before, "").handoffs_rate is None
+
+
+def test_how_old_numbers_are_is_counted_by_the_engines_own_clock() -> None:
+    (now,) = page("decode_after.txt")
+    told_unix_s = now.value(TOLD)
+    assert told_unix_s > 1.7e9
+    read = dataclasses.replace(now, read_unix_s=told_unix_s + 90)
+    assert figures_of(read, None, "").told_s_ago == 90
+    assert figures_of(dataclasses.replace(now, read_unix_s=told_unix_s - 1), None, "").told_s_ago == 0
+    assert figures_of(now, None, "").told_s_ago is None, "its server did not say what time it is"
+    never = dataclasses.replace(read, values={**now.values, (TOLD, ""): 0.0})
+    assert figures_of(never, None, "").told_s_ago is None
 
 
 def test_numbers_for_people() -> None:

@@ -9,12 +9,15 @@ from stateferry.watch import Between, Figures, Found
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 NO_ANSWER = "bold red"
+HANGS_S = 60.0
+"""An engine that has requests tells something every few seconds, unless one of its steps takes longer."""
 ENGINE = Column("engine", 1, least=21)
 """An IPv4 address with its port fits."""
 ENGINES = (
     ENGINE,
     Column("role", 4),
     Column("requests", 10),
+    Column("told", 7, right=True),
     Column("cache", 12, right=True),
     Column("hand-offs", 3),
     Column("a second", 5, right=True),
@@ -61,6 +64,7 @@ def _engine(f: Figures) -> list[Text]:
         place(f),
         f.role or "-",
         f"{f.running} run, {f.waiting} wait",
+        "-" if f.told_s_ago is None else f"{age(f.told_s_ago)} ago",
         f"{f.cache_used:.0%}",
         listed(f.handoffs) or "-",
         "-" if f.handoffs_rate is None else f"{f.handoffs_rate:.1f}",
@@ -168,7 +172,11 @@ def listed(counts: Mapping[str, int]) -> str:
 
 def trouble(f: Figures) -> str:
     """What an operator should look into."""
+    asked = f.running + f.waiting > 0
+    hangs = f.told_s_ago is not None and f.told_s_ago >= HANGS_S and asked
+    stuck = [f"no step for {age(f.told_s_ago or 0.0)}"] if hangs else []
     found = {
+        "silent peers": f.peers.get("silent", 0),
         "in quarantine": f.quarantined,
         "lease losses": f.lease_losses,
         "grants expired": f.grants.get("expired", 0),
@@ -176,15 +184,19 @@ def trouble(f: Figures) -> str:
         "retries": f.retries,
         **{f"do not fit: {field}": count for field, count in f.refusals.items()},
     }
-    return listed(found) or "-"
+    return ", ".join([*stuck, *filter(None, [listed(found)])]) or "-"
 
 
 def ago(at_unix_s: float, now_unix_s: float) -> str:
     """How long before now, by this machine's clock."""
     if not at_unix_s:
         return "-"
-    seconds = max(0.0, now_unix_s - at_unix_s)
+    return f"{age(max(0.0, now_unix_s - at_unix_s))} ago"
+
+
+def age(seconds: float) -> str:
+    """For people, in the unit that fits."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
-            return f"{seconds / unit:.0f} {name} ago"
-    return f"{seconds / 86400:.0f} d ago"
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"

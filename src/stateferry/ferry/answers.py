@@ -68,7 +68,7 @@ class Answers:
             logger.warning("%s %s%s", peer, what, self._warnings.left_out())
 
     def _handle(self, link: Link, message: Message) -> None:
-        if link.state is LinkState.GREETING and isinstance(message, Welcome | Refusal):
+        if link.asks and isinstance(message, Welcome | Refusal):
             self._links.welcomed(link, message)
         elif isinstance(message, Welcome):
             if link.greeting_again:

@@ -78,11 +78,12 @@ class Asking:
             )
 
     def unanswered(self, handoff: Handoff, now_s: float, patience_s: float) -> str:
-        """Why to wait no longer for the answer to a claim; empty: go on waiting."""
+        """Why to wait no longer for the answer to a claim; empty: go on waiting. Its link is doubted then."""
         for rank in handoff.ranks:
             link = self._links.find(handoff.offer.ranks[rank])
             sent_s = link.claims_sent_s.get(handoff.request_id, now_s) if link is not None else now_s
-            if now_s - sent_s >= patience_s:
+            if link is not None and now_s - sent_s >= patience_s:
+                link.broke = True
                 return f"producer rank {rank} did not answer the claim within {patience_s:g} s"
         return ""
 

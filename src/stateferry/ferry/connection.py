@@ -26,6 +26,10 @@ PATIENCE = {
 """How long a connection lives over which nothing comes. Bytes that the other machine does not acknowledge for
 4 s end it, where Linux would try for a quarter of an hour: a firewall that forgot the connection drops them
 silently, and a new one would do. Without bytes under way the other machine is asked after 15 s of silence."""
+SIGN_OF_LIFE = {zmq.HEARTBEAT_IVL: 5_000, zmq.HEARTBEAT_TIMEOUT: 10_000}
+"""Milliseconds. The kernel of a process that hangs acknowledges all the same. So ZeroMQ asks the other one,
+each on a thread of its own: how often, and how long without a byte until the connection is ended, and dialled
+again."""
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECTED
 """Events that `Connection.after` knows. CLOSED is a dial that came to nothing."""
 
@@ -72,8 +76,11 @@ def open_socket(
 def open_watched_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", address: RankAddress, key: ControlKey | None
 ) -> "tuple[zmq.Socket[bytes], SocketEvents]":
-    """As `open_socket`, and its events from before it is dialled, so that none is missed."""
+    """As `open_socket`, and its events from before it is dialled, so that none is missed. It breaks where the
+    other process gives no `SIGN_OF_LIFE`."""
     socket = _make_socket(context, address, key)
+    for option, value in SIGN_OF_LIFE.items():
+        socket.setsockopt(option, value)
     try:
         events = SocketEvents(context, socket, WATCHED)
     except zmq.ZMQError:

@@ -73,7 +73,7 @@ class ConsumerService:
         self.ahead = ReadAhead.into(room)
         self._asking = Asking(self._links, layout, clock)
         self.open_here = OpenHandoffs(self._links, self._asking, self.ahead, layout.tp_rank, clock)
-        self.inquiries = Inquiries(context, poller, clock, config, layout, key)
+        self.inquiries = Inquiries(context, poller, clock, config, layout, key, self._links.why_silent)
         self._answers = Answers(self._links, self._asking, self.open_here, clock)
         self._next_look_s = 0.0
 
@@ -99,7 +99,8 @@ class ConsumerService:
             return
         handoff.ranks = ranks
         for link in links:
-            if link.state is LinkState.FAILED:
+            if link.refuses:
+                link.requests.discard(order.request_id)  # should it answer, it is not asked for this one
                 self.open_here.fail(handoff, link.reason, link.cause)
             elif link.state is LinkState.READY:
                 self._asking.claim(link, handoff)

@@ -13,6 +13,7 @@ before any hand-shake: its life is not known yet, and the offer says it.
 import heapq
 import itertools
 import logging
+from collections.abc import Callable
 
 import zmq
 
@@ -50,7 +51,10 @@ class Inquiries:
         config: Config,
         layout: CacheLayout,
         key: ControlKey | None,
+        why_silent: Callable[[str, int], str] = lambda host, port: "",
     ) -> None:
+        """`why_silent`: why nobody at a host and port is going to answer, where that is known."""
+        self._why_silent = why_silent
         self._context = context
         self._poller = poller
         self._clock = clock
@@ -96,6 +100,9 @@ class Inquiries:
         inquiry = Inquiry(expect, place, now_s)
         place.inquiries[promise.transfer_id] = self._waiting[expect.request_id] = inquiry
         self._look_again(inquiry, now_s)
+        if why := self._why_silent(host, port):
+            self.close(expect.request_id)  # asked all the same: what it offers when it answers is given back
+            self._tell(expect, f"the prefill engine at {why}")
 
     def opened(self, request_id: RequestId) -> None:
         """The request took the offer that came: it is the hand-off's to give back."""

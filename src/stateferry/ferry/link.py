@@ -3,6 +3,7 @@
 greeting --Welcome, layouts fit, transport connects--> ready
     |   ^------control connection broke, nothing open------+
     |
+    +--no answer, though it was ready before--> silent (until it answers: then as above, or below)
     +--Refusal, mismatch, deadline, transport refuses--> failed (tried again after a pause)
 
 A ready link whose transport's connection broke greets again and stays ready meanwhile: what is under way over
@@ -43,6 +44,7 @@ class LinkState(enum.Enum):
 
     GREETING = "greeting"
     READY = "ready"
+    SILENT = "silent"
     FAILED = "failed"
 
 
@@ -76,7 +78,10 @@ class Link:
     connection: Connection = Connection.DIALLED
     """As of the last `look`."""
     broke: bool = False
-    """Whether the socket's connection broke since the greeting that made the link ready, or is to."""
+    """Whether the socket's connection broke since the greeting that made the link ready, or is to; or a claim
+    was not answered."""
+    doubted_unix_s: float = 0.0
+    """When a ready link was greeted again because of that."""
     greeted_s: float = 0.0
     greeting_sent: bool = False
     """Whether the last greeting went out over a connection; else it waits in the socket's queue for one."""
@@ -102,6 +107,16 @@ class Link:
     def waits_for_welcome(self) -> bool:
         """Whether a greeting is not answered yet."""
         return self.state is LinkState.GREETING or self.greeting_again
+
+    @property
+    def asks(self) -> bool:
+        """Whether the answer to a greeting decides what it is."""
+        return self.state in (LinkState.GREETING, LinkState.SILENT)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether hand-offs over it fail at once, for its reason."""
+        return self.state in (LinkState.SILENT, LinkState.FAILED)
 
     @property
     def away(self) -> bool:
@@ -186,6 +201,16 @@ class Link:
         # What is wrong comes first: tables and exemplars show how a reason begins. A layout that differs may
         # be quoted whole, and its peer chose how long that is.
         self.reason = f"{reason[:MAX_TEXT]} (producer rank at {self.address.host}:{self.address.port})"
+
+    def fall_silent(self, since: str) -> None:
+        """It was ready, and whoever was there does not answer any more."""
+        self.cause = Cause.PEER
+        self.state = LinkState.SILENT
+        # Its address comes first here: who hangs, and since when, is to be seen in tables and exemplars.
+        self.reason = (
+            f"{self.address.host}:{self.address.port} has not answered since {since}: its process hangs, or "
+            "its machine is cut off"
+        )
 
     def renew(self, renewal: Renewal, now_s: float) -> None:
         """Send a renewal and remember when."""

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Callable, Collection
 
 import zmq
@@ -26,6 +27,7 @@ MAX_PAUSE_S = 30.0
 """Longest pause before a peer that could not be met is tried again; then it is forgotten, too."""
 LOOK_S = 0.25
 """How often connections are looked after: there may be many links, and a turn takes microseconds."""
+GONE = "its connection broke and it cannot be dialled: its engine ended, or its machine is cut off"
 REPEAT_S = 1.0
 """A greeting without an answer is repeated after so long, and then after twice that, and so on: a connection
 that breaks while machines are busy takes the messages on it along, and ZeroMQ makes a new one silently.
@@ -83,6 +85,11 @@ class Links:
         """The link that a socket belongs to."""
         return next((link for link in self._links.values() if link.socket is socket), None)
 
+    def why_silent(self, host: str, port: int) -> str:
+        """Since when a rank there, which was ready before, has not answered; empty: that is not known."""
+        links = (link for link in self._links.values() if link.state is LinkState.SILENT)
+        return next((n.reason for n in links if (n.address.host, n.address.port) == (host, port)), "")
+
     def meet(self, address: RankAddress) -> Link:
         """The link to that rank; greets it if it is new, or if its pause after a failure is over.
 
@@ -123,6 +130,8 @@ class Links:
                 self._not_again(link, link.reason)
             self._count_refusal(link)
             return
+        if link.state is LinkState.SILENT:
+            logger.warning("%s:%d answers again", link.address.host, link.address.port)
         link.welcomed(answer, self._layout, self._transport, self._config)
         self._count_refusal(link)
         if link.state is LinkState.FAILED:
@@ -139,6 +148,9 @@ class Links:
         pause = pause_s(link.failures, self._config.retry_interval_s, MAX_PAUSE_S, random.random())
         link.deadline_s = self._clock.now_s() + pause
         logger.warning("%s; next try in %.1f s", link.reason, pause)
+        self._settled_badly(link)
+
+    def _settled_badly(self, link: Link) -> None:
         self._on_settled(link)
         # They have failed. A request that lives on here must not keep others from meeting the peer anew.
         link.requests.clear()
@@ -193,16 +205,19 @@ class Links:
                 logger.info("%s:%d: connection broke; greeting again", link.address.host, link.address.port)
                 self._retire(link)
                 link.state, link.greeting_again = LinkState.GREETING, False
+                link.doubted_unix_s = self._clock.unix_s()
                 link.deadline_s = now_s + self._config.handshake_timeout_s
                 self._greet(link)
             elif came_back and self._is_a_stranger(link):
                 self._send_greeting(link, REPEAT_S)
+            elif link.state is LinkState.SILENT and link.connection is Connection.REFUSED:
+                self.fail(link, GONE)
             link.ask_again(now_s, came_back)
 
     def _is_a_stranger(self, link: Link) -> bool:
         """Whether its producer, to whom every connection is another consumer, was not told who asks over this
         one and is not about to be."""
-        return link.state is LinkState.READY or (link.state is LinkState.GREETING and link.greeting_lost)
+        return link.state is LinkState.READY or (link.asks and link.greeting_lost)
 
     def _count_refusal(self, link: Link) -> None:
         if link.refused_field:
@@ -214,17 +229,20 @@ class Links:
         if not link.waits_for_welcome:
             return ""
         if link.requests and link.connection is Connection.REFUSED:
-            return (
-                "its connection broke and it cannot be dialled: its engine ended, or its machine is cut off"
-            )
+            return GONE
         return self._no_answer() if now_s >= link.greeted_s + self._config.handshake_timeout_s else ""
 
     def _give_up_greeting(self, link: Link, why: str) -> None:
-        if link.state is LinkState.GREETING:
-            self.fail(link, why)
-        else:
+        if link.state is not LinkState.GREETING:
             link.greeting_again, link.cause = False, Cause.PEER
             self._not_again(link, why)
+        elif link.connections and link.connection is not Connection.REFUSED:
+            # Nobody refuses our calls: it may be there again any moment, as whom it was, and is greeted then.
+            link.fall_silent(time.strftime("%H:%M:%S UTC", time.gmtime(link.doubted_unix_s)))
+            logger.warning("%s. Hand-offs from there fail at once until it answers", link.reason)
+            self._settled_badly(link)
+        else:
+            self.fail(link, why)
 
     def _no_answer(self) -> str:
         who = "nobody listens there, or its auth_key_file holds another key or is not set"
@@ -233,7 +251,7 @@ class Links:
         return f"no answer to the hand-shake within {self._config.handshake_timeout_s:g} s: {who}"
 
     def _forget_at_s(self, link: Link) -> float:
-        if link.state is LinkState.READY:
+        if link.state in (LinkState.READY, LinkState.SILENT):
             return link.idle_since_s + IDLE_LINK_S
         # A failed one is kept a little past its pause, so that the next pause is longer.
         return link.deadline_s + MAX_PAUSE_S
@@ -243,7 +261,7 @@ class Links:
         self._send_greeting(link, REPEAT_S)
 
     def _send_greeting(self, link: Link, pause_s: float) -> None:
-        if link.state is LinkState.GREETING:
+        if link.asks:
             link.broke = False  # whoever answers this one is there
         link.repeat_pause_s = pause_s
         link.repeat_at_s = self._clock.now_s() + pause_s
@@ -279,7 +297,7 @@ class Links:
 
 
 def _due_s(link: Link) -> float:
-    if link.state is LinkState.FAILED:
+    if link.refuses:
         return float("inf")
     due_s = link.next_renewal_s if link.state is LinkState.READY else link.deadline_s
     return min(due_s, link.repeat_at_s) if link.waits_for_welcome else due_s

@@ -53,6 +53,7 @@ FIELDS = (
 )
 """In what two engines may not fit. A peer may send any name, so others are counted as one."""
 
+TOLD = "stateferry_told_timestamp_seconds"
 OUTCOMES = ("received", "failed", "abandoned")
 METRICS: dict[str, Metric] = {
     m.name: m
@@ -140,11 +141,19 @@ METRICS: dict[str, Metric] = {
             "stateferry_peers",
             MetricKind.GAUGE,
             "Producer ranks that this engine's ranks know, added up, as of the last step. greeting: "
-            "asked. ready: hand-offs go; one that dies or is restarted while nothing is under way is asked "
-            "anew, at once, or after half a minute where its whole machine is gone. failed: left alone for "
-            "a while. One that nobody needs for ten minutes, or that failed, is forgotten.",
+            "asked. ready: hand-offs go; one that dies, is restarted or hangs while nothing is under way is "
+            "asked anew, at once, or after half a minute where it hangs or its whole machine is gone. "
+            "silent: it was ready and does not answer, though nothing says that it ended; hand-offs from it "
+            "fail at once until it answers. failed: left alone for a while. One that nobody needs for ten "
+            "minutes, or that failed, is forgotten.",
             "state",
-            ("greeting", "ready", "failed"),
+            ("greeting", "ready", "silent", "failed"),
+        ),
+        Metric(
+            TOLD,
+            MetricKind.GAUGE,
+            "When this engine told its numbers last, as Unix time on its own clock: in each step in which "
+            "one changed, and every 5 s while it takes steps. All numbers are as of then. 0: never.",
         ),
         Metric(
             "stateferry_grants",

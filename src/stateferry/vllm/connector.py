@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stateferry.config import Config, LoadMode
 from stateferry.errors import ConfigError
 from stateferry.ids import EngineId
+from stateferry.telemetry import TOLD
 from stateferry.vllm.bootstrap import Bootstrap
 from stateferry.vllm.compat import (
     CacheHitSource,
@@ -152,8 +153,8 @@ class StateFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StateFerryStats:
-        """vLLM carried the numbers to another process as a dictionary."""
-        return StateFerryStats(data=data or {})
+        """For vLLM's log line, in another process: a line that says nothing but what time it was is none."""
+        return StateFerryStats(data={name: values for name, values in (data or {}).items() if name != TOLD})
 
     @classmethod
     def build_prom_metrics(

@@ -4,17 +4,22 @@ from collections.abc import Sequence
 
 from stateferry.ids import RequestId
 from stateferry.layout.spec import Group
-from stateferry.session import Report
-from stateferry.telemetry import Key
+from stateferry.session import Clock, Report
+from stateferry.telemetry import TOLD, Key
 from stateferry.vllm.metadata import StateFerryWorkerMetadata
 from stateferry.vllm.stats import StateFerryStats, record_handoff
+
+TELL_S = 5.0
+"""An engine that takes steps says so every so often, though nothing else may have changed: so an engine that
+is busy can be told from one that hangs."""
 
 
 class Numbers:
     """Engine core's thread."""
 
-    def __init__(self, groups: Sequence[Group], tp_size: int) -> None:
+    def __init__(self, groups: Sequence[Group], tp_size: int, clock: Clock) -> None:
         self._groups = groups
+        self._clock = clock
         self._tp_size = tp_size
         self._stats = StateFerryStats()
         self._reports: dict[RequestId, list[Report]] = {}
@@ -24,6 +29,7 @@ class Numbers:
         self._standing: dict[Key, int] = {}
         """How things stand over all ranks, and in this half."""
         self._told: dict[Key, int] = {}
+        self._told_unix_s = 0.0
 
     def count(self, name: str, label: str) -> None:
         """Something happened here."""
@@ -44,14 +50,18 @@ class Numbers:
             self._stats.add(name, number, label)
 
     def take(self, open_here: int) -> StateFerryStats | None:
-        """What happened since the last call; None: nothing. `open_here` hand-offs are open in this half."""
+        """What happened since the last call, with the time; None: nothing, and it was told a moment ago.
+        `open_here` hand-offs are open in this half."""
         self._standing["stateferry_open_handoffs", "scheduler"] = open_here
         if self._standing != self._told:
             for (name, label), level in self._standing.items():
                 if level != self._told.get((name, label), 0):
                     self._stats.set(name, level, label)
             self._told = dict(self._standing)
-        if self._stats.is_empty():
+        now_unix_s = self._clock.unix_s()
+        if self._stats.is_empty() and abs(now_unix_s - self._told_unix_s) < TELL_S:
             return None
+        self._told_unix_s = now_unix_s
+        self._stats.set(TOLD, now_unix_s)
         stats, self._stats = self._stats, StateFerryStats()
         return stats

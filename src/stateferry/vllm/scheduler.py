@@ -43,12 +43,13 @@ class SchedulerHalf:
         dialect: Dialect | None = None,
     ) -> None:
         spoken: Dialect = OwnDialect() if dialect is None else dialect
-        self.numbers = Numbers(groups, tp_size)
+        clock = SystemClock()
+        self.numbers = Numbers(groups, tp_size, clock)
         self.offering = Offering(config, engine_id, groups, hash_block_tokens, spoken, self.numbers)
         self.taking = Taking(config, groups, tp_size, spoken, self.numbers)
         self.spans = Spans()
         self._partner = PartnerWatch(
-            groups, tp_size, config.lease_s, SystemClock(), produces=produces, consumes=consumes
+            groups, tp_size, config.lease_s, clock, produces=produces, consumes=consumes
         )
         self._produces = produces
         self._consumes = consumes

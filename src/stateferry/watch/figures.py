@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stateferry.telemetry import TOLD
 from stateferry.watch.page import Example, Snapshot
 
 HANDOFFS = "stateferry_handoffs_total"
@@ -34,6 +35,8 @@ class Figures:
     waiting: int
     cache_used: float
     """Share of vLLM's KV cache, 0 to 1."""
+    told_s_ago: float | None
+    """How old all numbers are: an engine tells them with its steps. None: it does not say."""
     handoffs: Mapping[str, int]
     """By outcome, since the engine's start; so are all that follow unless said."""
     handoffs_rate: float | None
@@ -82,6 +85,7 @@ def figures_of(now: Snapshot, before: Snapshot | None, role: str) -> Figures:
         running=int(now.value("vllm:num_requests_running")),
         waiting=int(now.value("vllm:num_requests_waiting")),
         cache_used=now.value("vllm:kv_cache_usage_perc"),
+        told_s_ago=_told_s_ago(now),
         handoffs=_whole(now, HANDOFFS),
         handoffs_rate=handoffs_rate,
         median=quantile(buckets, 0.5),
@@ -100,6 +104,11 @@ def figures_of(now: Snapshot, before: Snapshot | None, role: str) -> Figures:
         slowest=tuple(sorted(now.timed, key=lambda e: -e.value)[:SLOWEST]),
         failed=now.failed,
     )
+
+
+def _told_s_ago(now: Snapshot) -> float | None:
+    told_unix_s = now.value(TOLD)
+    return max(0.0, now.read_unix_s - told_unix_s) if told_unix_s and now.read_unix_s else None
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> Between | None:

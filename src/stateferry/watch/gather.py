@@ -1,9 +1,11 @@
 """Asking engines for their pages, and a router for its engines."""
 
 import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
 
@@ -104,7 +106,7 @@ class Engines:
                     said = f"HTTP {answer.status_code} at {path}"
                     continue
                 openmetrics = answer.headers.get("content-type", "").startswith(OPENMETRICS)
-                page = read_page(answer.text, engine.url, now_s, openmetrics)
+                page = read_page(answer.text, engine.url, now_s, openmetrics, _date(answer))
             except (httpx.HTTPError, ValueError) as e:
                 said = f"{type(e).__name__}: {e}"
                 continue
@@ -112,3 +114,11 @@ class Engines:
                 return page
             said = "it serves no metrics of StateFerry: another server, or an engine without the connector"
         return said
+
+
+def _date(answer: httpx.Response) -> float:
+    """When an answer was made, by the clock of the machine that made it; ours where it does not say."""
+    try:
+        return parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError):
+        return time.time()

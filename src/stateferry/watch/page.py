@@ -37,6 +37,8 @@ class Snapshot:
     """Its number, as vLLM labels it."""
     at_s: float
     """When the page was read, on the reader's clock."""
+    read_unix_s: float
+    """The same as Unix time, on the clock of the machine that served it; 0: not known."""
     values: Mapping[tuple[str, str], float]
     """By series and value of our own label ("" without one)."""
     buckets: Mapping[float, float]
@@ -61,7 +63,9 @@ class Snapshot:
         return any(name.startswith(OURS) for name, _ in self.values)
 
 
-def read_page(text: str, url: str, at_s: float, openmetrics: bool) -> list[Snapshot]:
+def read_page(
+    text: str, url: str, at_s: float, openmetrics: bool, read_unix_s: float = 0.0
+) -> list[Snapshot]:
     """One snapshot for each engine on the page; lines that concern nobody here are not even parsed.
 
     Raises ValueError for a page in another format than said.
@@ -85,7 +89,16 @@ def read_page(text: str, url: str, at_s: float, openmetrics: bool) -> list[Snaps
             if sample.name == FAILURES and sample.exemplar:
                 found.failed.append(_example(sample.exemplar, {"cause": own}))
     return [
-        Snapshot(url, engine, at_s, found.values, found.buckets, tuple(found.timed), tuple(found.failed))
+        Snapshot(
+            url,
+            engine,
+            at_s,
+            read_unix_s,
+            found.values,
+            found.buckets,
+            tuple(found.timed),
+            tuple(found.failed),
+        )
         for engine, found in sorted(by_engine.items())
     ]
 
