@@ -9,6 +9,7 @@ import pytest
 
 from stateferry.models import RECALL_GDN, write_random_checkpoint
 from stateferry.stack import Client, Engine, EngineSpec, Role, Router, Stack
+from stateferry.stack.ports import HeldPort
 from stateferry.testing.collector import Collector
 
 START_TIMEOUT_S = 280.0
@@ -21,7 +22,8 @@ _STACK = pytest.StashKey[Stack]()
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine of the bundled model, with `testing` and prefix caching on."""
+    """A prefill and a decode engine of the bundled model, with `testing` and prefix caching on. The first
+    answers routers at its `bootstrap_port`."""
 
     prefill: Engine
     decode: Engine
@@ -64,10 +66,13 @@ def pair(stack: Stack, collector: Collector) -> Pair:
         args=collector.arguments,
         env=collector.environment,
     )
-    prefill = stack.start(replace(shared, role=Role.PREFILL))
-    decode = stack.start(replace(shared, role=Role.DECODE))
-    for engine in (prefill, decode):
-        engine.wait_ready(START_TIMEOUT_S)
+    with HeldPort() as control, HeldPort() as asked:
+        answers = {"port": control.number, "bootstrap_port": asked.number}
+        spec = replace(shared, role=Role.PREFILL, extra_config={**shared.extra_config, **answers})
+        prefill = stack.start(spec)
+        decode = stack.start(replace(shared, role=Role.DECODE))
+        for engine in (prefill, decode):
+            engine.wait_ready(START_TIMEOUT_S)
     return Pair(prefill, decode)
 
 
