@@ -3,7 +3,7 @@
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +90,15 @@ def series_of(page: str) -> set[str]:
     return {re.sub(r" [0-9.e+]+$", "", line) for line in lines}
 
 
-def test_the_recorded_pages_are_what_a_registry_gives() -> None:
-    with Pair(HYBRID, transfer_timeout_s=0.3, read_retries=0) as pair:
+def test_the_recorded_pages_are_what_a_registry_gives(leap: Callable[[float], None]) -> None:
+    with Pair(HYBRID, transfer_timeout_s=30, lease_s=600, read_retries=0) as pair:
         for number in range(3):
             pair.hand_off(prompt_of(14, number))
         pair.consumer.tap.held = True
+        posted = pair.consumer.tap.posted
         pair.consumer.add(prompt_of(14, 3), params=pair.prefill(prompt_of(14, 3)), request_id="late")
+        pair.run_until(lambda: pair.consumer.tap.posted > posted, "the read that is to be late")
+        leap(31)
         pair.run()
         pair.consumer.tap.held = False
         pages = {"decode_before.txt": Page({0: pair.consumer}).text()}
@@ -215,10 +218,11 @@ def test_requests_that_a_router_wanted_handed_off_and_were_not_are_counted() -> 
         pair.run()
         params = pair.prefill(prompt_of(14))
         pair.consumer.add(prompt_of(14, 1), params=params)
-        pair.run()
+        pair.run_until(lambda: not pair.consumer.busy, "the answer to another prompt")
         pair.consumer.add(prompt_of(14), params=params)
         pair.run()
         pair.check_idle()
+        assert pair.producer.ferry.counters.released == 1, "an offer that came with another prompt is still good"
         assert Page({0: pair.producer}).value("stateferry_refused_offers_total", side="producer") == 1
         assert Page({0: pair.consumer}).value("stateferry_refused_offers_total", side="consumer") == 1
 

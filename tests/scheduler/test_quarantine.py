@@ -1,6 +1,7 @@
 """A read that neither ends nor can be stopped: its blocks belong to nobody, whoever asks."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,14 +37,16 @@ class Gauge:
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["client waits", "client leaves"])
 def test_blocks_in_quarantine_are_neither_freed_nor_forgotten(
-    leaves: bool, monkeypatch: pytest.MonkeyPatch
+    leaves: bool, monkeypatch: pytest.MonkeyPatch, leap: Callable[[float], None]
 ) -> None:
     gauge = Gauge(monkeypatch)
-    with Pair(HYBRID, transfer_timeout_s=0.1, lease_s=30) as pair:
+    with Pair(HYBRID, transfer_timeout_s=10, lease_s=30) as pair:
         tap = pair.consumer.tap
         tap.held = tap.deaf = True
         params: dict[str, Any] = pair.prefill(prompt_of(14))
         request_id = pair.consumer.add(prompt_of(14), params=params, max_tokens=4).request_id
+        pair.run_until(lambda: pair.consumer.tap.posted > 0, "the read")
+        leap(11)
         pair.run_until(lambda: 1 in gauge.values, "the quarantine to be told")
         # The producer is done with it long before its lease is over.
         pair.run_until(lambda: not pair.producer.busy, "the producer to be idle")

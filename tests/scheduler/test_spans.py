@@ -1,6 +1,7 @@
 """Spans of hand-offs under the trace of their request, made by real schedulers, in an exporter in memory."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,11 +47,16 @@ class Traced:
         return [span for span in self.spans if span.name == name]
 
 
-def hand_off(pair: Pair, headers: Any = HEADERS, **more: Any) -> str:
+def start_hand_off(pair: Pair, headers: Any = HEADERS, **more: Any) -> str:
     params = pair.prefill(prompt_of(14), trace_headers=headers)
     request = pair.consumer.add(prompt_of(14), params=params, max_tokens=2, trace_headers=headers, **more)
-    pair.run()
     return request.request_id
+
+
+def hand_off(pair: Pair, headers: Any = HEADERS, **more: Any) -> str:
+    request_id = start_hand_off(pair, headers, **more)
+    pair.run()
+    return request_id
 
 
 def check_trace(spans: tuple[ReadableSpan, ...]) -> None:
@@ -114,11 +120,14 @@ def test_parts_outside_their_whole_are_noticed(monkeypatch: pytest.MonkeyPatch) 
         test_one_trace_has_the_spans_of_both_engines_and_of_every_rank(1)
 
 
-def test_a_hand_off_that_fails_says_so_in_its_trace() -> None:
-    with Pair(HYBRID, transfer_timeout_s=0.2, read_retries=0) as pair:
+def test_a_hand_off_that_fails_says_so_in_its_trace(leap: Callable[[float], None]) -> None:
+    with Pair(HYBRID, transfer_timeout_s=30, lease_s=600, read_retries=0) as pair:
         consumer = Traced(pair.consumer)
         pair.consumer.tap.held = True
-        hand_off(pair)
+        start_hand_off(pair)
+        pair.run_until(lambda: pair.consumer.tap.posted > 0, "the read")
+        leap(31)
+        pair.run()
         pair.check_idle()
         (whole,) = consumer.named(WHOLE)
         assert whole.status.status_code is StatusCode.ERROR
