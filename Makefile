@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
+# Half of the time of tests without engines is waiting.
+PARALLEL := -n 4 --dist loadfile
 
 .PHONY: help setup demo test unit check docs quickstart package compat gate soak fuzz aiperf-check mori-contract clean
 
@@ -35,11 +37,12 @@ package: ## Build a wheel; install it into clean environments, with and without 
 compat: setup ## Print what of vLLM we touch, and what other versions made of it
 	@$(BIN)/python tools/compat_table.py
 
-unit: setup ## The tests without vLLM; four processes, because half of their time is waiting
-	$(BIN)/python -m pytest tests/unit -n 4 --dist loadfile --durations=10 $(PYTEST_ARGS)
+unit: setup ## The tests without vLLM
+	$(BIN)/python -m pytest tests/unit $(PARALLEL) --durations=10 $(PYTEST_ARGS)
 
 test: check docs unit ## Set-up, checks, documentation and the whole test suite (real engines: minutes)
-	$(BIN)/python -m pytest tests/scheduler tests/engines -m "not by_hand" --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/scheduler $(PARALLEL) --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/engines -m "not by_hand" --durations=10 $(PYTEST_ARGS)
 
 gate: setup ## The accuracy gate on the bundled model; ARGS=--full for the long one
 	@$(BIN)/stateferry gate $(ARGS)

@@ -222,7 +222,7 @@ def test_requests_that_a_router_wanted_handed_off_and_were_not_are_counted() -> 
         pair.consumer.add(prompt_of(14), params=params)
         pair.run()
         pair.check_idle()
-        assert pair.producer.ferry.counters.released == 1, "an offer that came with another prompt is still good"
+        assert pair.producer.ferry.counters.released == 1, "another prompt does not use an offer up"
         assert Page({0: pair.producer}).value("stateferry_refused_offers_total", side="producer") == 1
         assert Page({0: pair.consumer}).value("stateferry_refused_offers_total", side="consumer") == 1
 
