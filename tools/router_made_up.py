@@ -1,8 +1,9 @@
 """Made-up engines for `tools/router_table.py --made-up`: what routers do, without vLLM, in seconds.
 
 They answer as vLLM does with StateFerry, as far as a router can tell: the prefill leg's answer carries an
-offer, and a decode leg is handed off if it brings that very offer, unused, for that very prompt. What engines
-make of `n` and of several prompts is not theirs to say: those questions are left to real ones.
+offer, and a decode leg is handed off if it brings that very offer, unused, for that very prompt, or the name
+that its prefill leg has or will have. Where that leg's engine listens is told by the service that real ones
+have. What engines make of `n` and of several prompts is not theirs to say: those questions are left to them.
 """
 
 import asyncio
@@ -17,12 +18,18 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from stateferry.bootstrap import BootstrapService, query_answer
+from stateferry.ids import EngineId, Epoch
 from stateferry.moriio import Address, Registration
 from stateferry.moriio.registration import CONSUMER, PRODUCER
 from stateferry.stack.ports import HOST, HeldPort
+from stateferry.wire import RankAddress, parse_promise
 
 LEFT_TO_REAL_ENGINES = ("n = 2", "two prompts in one call")
 PIECE_S = 0.002
+OFFER_S = 2.0
+"""How long a decode leg that came with a name waits for an offer."""
+LOOK_S = 0.01
 START_S = 20.0
 
 
@@ -66,6 +73,8 @@ class MadeUpEngine:
         with HeldPort() as held:
             self.port = held.number
         self.url = f"http://{HOST}:{self.port}"
+        with HeldPort() as held:
+            self.bootstrap_port = held.number
         self.child = self
         self.start()
 
@@ -75,6 +84,13 @@ class MadeUpEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._do(self._open())
+        self._bootstrap: BootstrapService | None = None
+        if self.name == "prefill":
+            self._bootstrap = BootstrapService(HOST, self.bootstrap_port)
+            self._bootstrap.start()
+            self._bootstrap.tell(
+                query_answer({0: (EngineId("made-up"), [RankAddress(HOST, self.port, Epoch(1))])})
+            )
         self._registration: Registration | None = None
         if self._ping_port is not None:
             said = {
@@ -100,6 +116,8 @@ class MadeUpEngine:
         """Close every connection and listen no more."""
         if self._registration is not None:
             self._registration.stop()
+        if self._bootstrap is not None:
+            self._bootstrap.stop()
         self._do(self._runner.cleanup())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -150,7 +168,7 @@ class MadeUpEngine:
         chat = "messages" in body
         prompt = body["messages"][0]["content"] if chat else body["prompt"]
         text = solve(prompt) if isinstance(prompt, str) else "nowhere"
-        params, told = self._take(body.get("kv_transfer_params") or {}, json.dumps(prompt), request)
+        params, told = await self._take(body.get("kv_transfer_params") or {}, json.dumps(prompt), request)
         count = (chat and body.get("max_completion_tokens")) or body["max_tokens"]
         words = [f" {text}", *[" ."] * (count - 1)]
         usage = {
@@ -178,7 +196,7 @@ class MadeUpEngine:
             answer | {"choices": [choice], "usage": usage, "kv_transfer_params": params if told else None}
         )
 
-    def _take(
+    async def _take(
         self, params: Mapping[str, Any], prompt: str, request: web.Request
     ) -> tuple[dict[str, Any], bool]:
         """Make an offer, or use one up; what the answer carries, and whether it carries anything."""
@@ -188,6 +206,8 @@ class MadeUpEngine:
                 self._seen.told(traceparent, "stateferry.offer")
             offer = uuid.uuid4().hex
             self._offers[offer] = prompt
+            if name := params.get("transfer_id"):
+                self._offers[name] = prompt
             found = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": f"p/{offer}"}
             found |= {"remote_block_ids": [[1]], "remote_host": HOST, "remote_port": self.port}
             return found | {
@@ -195,6 +215,12 @@ class MadeUpEngine:
                 "stateferry": {"transfer_id": offer},
             }, True
         offer = str(params.get("remote_engine_id")).partition("/")[2]
+        if parse_promise(params) is not None:
+            offer = params["transfer_id"]
+            for _ in range(int(OFFER_S / LOOK_S)):
+                if offer in self._offers:
+                    break
+                await asyncio.sleep(LOOK_S)
         if params.get("do_remote_prefill") and self._offers.get(offer) == prompt:
             del self._offers[offer]
             self._received += 1
@@ -231,6 +257,7 @@ class MadeUpPair:
         offers: dict[str, str] = {}
         self.prefill = MadeUpEngine("prefill", self.seen, offers, ping_port)
         self.decode = MadeUpEngine("decode", self.seen, offers, ping_port)
+        self.bootstrap_port = self.prefill.bootstrap_port
 
     def kill_prefill(self) -> None:
         """As if its host had died."""

@@ -40,14 +40,15 @@ class TableEngine(Engine):
 class SidecarServer(Server):
     """`examples/llmd_sidecar.py` beside a decode engine."""
 
-    def __init__(self, decode_url: str, log_path: Path) -> None:
+    def __init__(self, decode_url: str, log_path: Path, *arguments: str) -> None:
         self._decode_url = decode_url
-        super().__init__("sidecar", log_path)
+        self._arguments = arguments
+        super().__init__(log_path.stem, log_path)
 
     def _command(self, port: int) -> tuple[list[str], dict[str, str]]:
         program = ROOT / "examples" / "llmd_sidecar.py"
         command = [sys.executable, str(program), "--decode", self._decode_url, "--port", str(port)]
-        return command, dict(os.environ)
+        return [*command, *self._arguments], dict(os.environ)
 
 
 @dataclass
@@ -57,6 +58,12 @@ class Pair:
     stack: Stack
     prefill: TableEngine
     decode: TableEngine
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where routers ask the prefill engine."""
+        port: int = self.prefill.spec.extra_config["bootstrap_port"]
+        return port
 
     def kill_prefill(self) -> None:
         """As if its host had died."""
@@ -130,6 +137,21 @@ def moriio_specs(ping_port: int) -> list[EngineSpec]:
     return specs
 
 
+def asked_specs() -> list[EngineSpec]:
+    """Engines with our own settings, whose first one answers routers that ask where it listens."""
+    with HeldPort() as control, HeldPort() as asked:
+        answers = {"port": control.number, "bootstrap_port": asked.number}
+    return [
+        EngineSpec(
+            model=RECALL_GDN,
+            role=role,
+            name=f"asked-{role.name.lower()}",
+            extra_config={"lease_s": LEASE_S, "testing": True} | (answers if role is Role.PREFILL else {}),
+        )
+        for role in ROLES
+    ]
+
+
 def nixl_front(made: Pair) -> Front:
     """vllm-router, told its engines."""
     router = Router(
@@ -143,6 +165,27 @@ def sidecar_front(made: Pair) -> Front:
     server = SidecarServer(made.decode.url, made.stack.log_folder / "sidecar.log")
     named = made.prefill.url.removeprefix("http://")
     return _ready(made, Front("llm-d's sidecar protocol", server, {"x-prefiller-host-port": named}))
+
+
+def mooncake_front(made: Pair) -> Front:
+    """vllm-router that asks the prefill engine where it listens."""
+    router = Router(
+        [],
+        [made.decode.url],
+        made.stack.log_folder / "mooncake-router.log",
+        ["--prefill", made.prefill.url, str(made.bootstrap_port)],
+        "mooncake-router",
+        "mooncake",
+    )
+    return _ready(made, Front("vllm-router, mooncake", router, {}))
+
+
+def mooncake_sidecar_front(made: Pair) -> Front:
+    """Ours, after llm-d's for the Mooncake connector: it sends both legs at once."""
+    words = ("--kv-connector", "mooncake", "--mooncake-bootstrap-port", str(made.bootstrap_port))
+    server = SidecarServer(made.decode.url, made.stack.log_folder / "mooncake-sidecar.log", *words)
+    named = made.prefill.url.removeprefix("http://")
+    return _ready(made, Front("llm-d's, mooncake", server, {"x-prefiller-host-port": named}))
 
 
 def moriio_front(made: Pair, ping_port: int) -> Front:

@@ -4,9 +4,9 @@
     python tools/router_table.py --made-up  # before made-up engines: seconds
     python tools/router_table.py --write    # docs/routers.md from the newest result
 
-vllm-router in its modes `nixl` and `moriio`, and a proxy that follows llm-d's routing sidecar
-(`examples/llmd_sidecar.py`). A run prints the table and, before real engines, writes
-`benchmarks/results/router-table-DATE.json`.
+vllm-router in its modes `nixl`, `moriio` and `mooncake`, and a proxy that follows llm-d's routing sidecar with
+its connectors `nixlv2` and `mooncake` (`examples/llmd_sidecar.py`). A run prints the table and, before real
+engines, writes `benchmarks/results/router-table-DATE.json`.
 Exit code 0: no answer with status 200 was wrong, and no engine was left holding blocks.
 """
 
@@ -192,12 +192,12 @@ def hold(
 
 
 def with_engines() -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """A pair of vLLM's engines. Minutes. What was seen, and who holds blocks.
+    """Two pairs of vLLM's engines, one after the other. Minutes. What was seen, and who holds blocks.
 
-    They have the settings of MoRIIO's users, for the router that is told by its engines where they are; those
-    that carry an answer whole need nothing else.
+    The first has the settings of MoRIIO's users, for the router that is told by its engines where they are;
+    those that carry an answer whole need nothing else. The second is for routers that ask.
     """
-    from router_servers import moriio_specs, pair
+    from router_servers import asked_specs, moriio_specs, pair
     from stateferry.stack import AnswerError, Client, Stack
     from stateferry.stack.ports import HeldPort
     from stateferry.testing.collector import Collector
@@ -206,13 +206,20 @@ def with_engines() -> tuple[dict[str, dict[str, Any]], list[str]]:
     held: list[str] = []
     with Stack() as stack, Client(timeout_s=90.0) as client, Collector() as collector, HeldPort() as ping:
         print(f"logs: {stack.log_folder}", file=sys.stderr, flush=True)
-        with pair(stack, collector, moriio_specs(ping.number)) as made:
-            hold(made, fronts(made, ping.number), client, collector, seen)
-            for engine in (made.prefill, made.decode):
-                try:
-                    client.reset_prefix_cache(engine.url, 30.0)
-                except AnswerError as e:
-                    held.append(f"{engine.name}: {e}")
+        pairs = (
+            (moriio_specs(ping.number), lambda made: fronts(made, ping.number)),
+            (asked_specs(), asking_fronts),
+        )
+        for specs, fronts_of in pairs:
+            with pair(stack, collector, specs) as made:
+                routers = fronts_of(made)
+                hold(made, routers, client, collector, seen)
+                stack.stop(*(front.server for front in routers))
+                for engine in (made.prefill, made.decode):
+                    try:
+                        client.reset_prefix_cache(engine.url, 30.0)
+                    except AnswerError as e:
+                        held.append(f"{engine.name}: {e}")
     return seen, held
 
 
@@ -226,17 +233,25 @@ def made_up() -> tuple[dict[str, dict[str, Any]], list[str]]:
     with Stack() as stack, Client(timeout_s=90.0) as client, HeldPort() as ping:
         made = MadeUpPair(stack, ping.number)
         try:
-            hold(made, fronts(made, ping.number), client, made.seen, seen, LEFT_TO_REAL_ENGINES)
+            routers = [*fronts(made, ping.number), *asking_fronts(made)]
+            hold(made, routers, client, made.seen, seen, LEFT_TO_REAL_ENGINES)
         finally:
             made.close()
     return seen, []
 
 
 def fronts(made: Any, ping_port: int) -> list[Any]:
-    """Every router, before one pair."""
+    """Routers that carry the prefill engine's answer, before one pair."""
     from router_servers import moriio_front, nixl_front, sidecar_front
 
     return [nixl_front(made), moriio_front(made, ping_port), sidecar_front(made)]
+
+
+def asking_fronts(made: Any) -> list[Any]:
+    """Routers that ask the prefill engine where it listens, and tell the decode engine."""
+    from router_servers import mooncake_front, mooncake_sidecar_front
+
+    return [mooncake_front(made), mooncake_sidecar_front(made)]
 
 
 def result_of(engines: str, seen: Mapping[str, Any], held: Sequence[str]) -> dict[str, Any]:
