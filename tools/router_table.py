@@ -4,9 +4,9 @@
     python tools/router_table.py --made-up  # before made-up engines: seconds
     python tools/router_table.py --write    # docs/routers.md from the newest result
 
-vllm-router in its modes `nixl`, `moriio` and `mooncake`, and a proxy that follows llm-d's routing sidecar with
-its connectors `nixlv2` and `mooncake` (`examples/llmd_sidecar.py`). A run prints the table and, before real
-engines, writes `benchmarks/results/router-table-DATE.json`.
+vllm-router in its modes `nixl`, `moriio` and `mooncake`, and a proxy that follows llm-d's routing sidecar and
+two of its connectors (`examples/llmd_sidecar.py`). A run prints the table and, before real engines, writes
+`benchmarks/results/router-table-DATE.json`.
 Exit code 0: no answer with status 200 was wrong, and no engine was left holding blocks.
 """
 

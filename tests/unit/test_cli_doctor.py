@@ -1,5 +1,6 @@
 """`stateferry doctor` as a person meets it, over engines and machines that are made up."""
 
+import dataclasses
 import json
 import signal
 import sys
@@ -174,6 +175,25 @@ def test_roles_are_compared_too(doctor: Doctor, prefill: str, decode: str, fit: 
     assert prefill in out
     assert decode in out
     assert "decode engine's words" not in out
+
+
+@pytest.mark.parametrize("trouble", ["", "http://p:8998/query does not answer"])
+def test_where_routers_ask_is_shown_and_whether_they_are_answered(
+    doctor: Doctor, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "why_not_told", lambda *about: asked.append(about) or trouble)
+    answers = dataclasses.replace(engine(1, dtype="x"), bootstrap_port=8998)
+    engines = {PREFILL: answers, DECODE: engine(1, dtype="x")}
+    code, out, _ = doctor(*both(), engines=engines)
+    assert code == 0
+    assert asked == [("http://p:8998/query", answers.ranks)]
+    assert (trouble or "are answered at http://p:8998/query.") in out
+    assert ("2 warnings: nixl, what routers are told." in out) == bool(trouble)
+    value = json.loads(doctor(*both("--json"), engines=engines)[1])
+    assert value["engines"]["prefill"]["query"] == "http://p:8998/query"
+    assert value["engines"]["untold"] == trouble
+    assert (f"what routers are told: {trouble}" in value["warnings"]) == bool(trouble)
 
 
 def test_wrong_roles_and_caches_that_do_not_fit_are_two_problems(doctor: Doctor) -> None:

@@ -3,7 +3,7 @@
 import base64
 import resource
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
+from stateferry.bootstrap import BootstrapService, query_answer
 from stateferry.doctor import Finding, Verdict, engines, machine, packages, reading, why_roles_do_not_fit
-from stateferry.doctor.engines import ask_engine, far_from_loopback
+from stateferry.doctor.engines import ask_engine, far_from_loopback, query_url, why_not_told
 from stateferry.errors import LayoutError, ProtocolError, TransportUnavailable
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.layout.spec import CacheLayout, Part, PartRule
@@ -316,6 +317,52 @@ def test_ranks_that_another_machine_cannot_dial_are_spoken_of(
     warning = far_from_loopback(prefill, decode, [RankAddress(host, 7000, 1)])
     assert (host in warning and "--kv-host" in warning) == speaks
     assert bool(warning) == speaks
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[BootstrapService]:
+    made = BootstrapService("127.0.0.1", 0)
+    made.start()
+    yield made
+    made.stop()
+
+
+RANKS = [RankAddress("127.0.0.1", 5600, 1), RankAddress("127.0.0.1", 5601, 1)]
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (query_answer({0: ("e", RANKS)}), ""),
+        (query_answer({0: ("e", RANKS[1:]), 1: ("f", RANKS)}), ""),
+        (
+            query_answer({0: ("e", RANKS[1:])}),
+            "names 127.0.0.1:5601, and the engine listens on 127.0.0.1:5600",
+        ),
+        (b"{}", "names no engine"),
+        (None, "503"),
+        (b"nothing", "does not answer as it should"),
+        (b"[]", "does not answer as it should"),
+        (b'{"0": {}}', "does not answer as it should"),
+    ],
+    ids=str,
+)
+def test_what_routers_are_told_is_looked_at(
+    bootstrap: BootstrapService, told: bytes | None, says: str
+) -> None:
+    if told is not None:
+        bootstrap.tell(told)
+    query = query_url("http://127.0.0.1:8100", bootstrap.port)
+    found = why_not_told(query, RANKS)
+    assert says in found
+    assert bool(found) == bool(says)
+    assert (query in found) == bool(says)
+
+
+def test_a_port_that_nobody_answers_is_told_with_its_url(bootstrap: BootstrapService) -> None:
+    bootstrap.stop()
+    assert "ConnectError" in why_not_told(query_url("http://127.0.0.1:8100", bootstrap.port), RANKS)
+    assert query_url("http://[::1]:8100/", 7) == "http://[::1]:7/query"
 
 
 P, D, BOTH = "kv_producer", "kv_consumer", "kv_both"

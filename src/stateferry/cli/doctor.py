@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stateferry.cli.doctor_sides import Match, Side
 from stateferry.cli.inspect import survey_json
 from stateferry.cli.interrupts import ends_on_interrupt
 from stateferry.cli.layout_tables import show_groups, show_moves, show_pairs
@@ -20,54 +20,19 @@ from stateferry.doctor import (
     ask_engine,
     examine_machine,
     far_from_loopback,
+    query_url,
+    why_not_told,
     why_roles_do_not_fit,
 )
 from stateferry.errors import ConfigError, StateFerryError
 from stateferry.layout.spec import CacheLayout
-from stateferry.layout.survey import Survey, survey
+from stateferry.layout.survey import survey
 from stateferry.wire import RankAddress
 
 TOKENS = (128, 1024, 8192)
 """Prompt lengths for which the moves between two engines are shown."""
 LOG_WIDTH = 140
 _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "bold red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of two engines: running, or only configured."""
-
-    source: str
-    """Its URL or its config file."""
-    layouts: tuple[CacheLayout, ...]
-    ranks: tuple[RankAddress, ...] = ()
-    """Where it listens; empty for one that is not running."""
-    kv_role: str = ""
-    """What it does in a hand-off, as vLLM calls it; empty where it does not say."""
-    unknown: str = ""
-    """Why nothing is known of it: it does not answer, or would not start. Empty where something is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Whether two engines can exchange, and what."""
-
-    prefill: Side
-    decode: Side
-    survey: Survey | None
-    """None: something of an engine is not known, or their caches do not fit."""
-    misfit: str = ""
-    """Why their caches do not fit; empty if they do."""
-    wrong_roles: str = ""
-    """Why their roles do not; empty if they do."""
-    warning: str = ""
-    """What may keep one from reaching the other."""
-
-    @property
-    def problems(self) -> list[str]:
-        """Everything that keeps them from handing off."""
-        found = (self.prefill.unknown, self.decode.unknown, self.wrong_roles, self.misfit)
-        return list(dict.fromkeys(text for text in found if text))
 
 
 def doctor(
@@ -125,6 +90,8 @@ def doctor(
         problems += match.problems
         if match.warning:
             warnings["the prefill engine's address"] = match.warning
+        if match.untold:
+            warnings["what routers are told"] = match.untold
     _show_verdict(console, problems, list(warnings), match is not None and bool(match.misfit))
     if json_output:
         texts = [f"{name}: {text}" for name, text in warnings.items()]
@@ -145,10 +112,11 @@ def _match(prefill: str | Path, decode: str | Path) -> Match:
         return Match(theirs, ours, None)
     roles = why_roles_do_not_fit(theirs.kv_role, ours.kv_role)
     warning = _unreachable(prefill, decode, theirs.ranks)
+    untold = why_not_told(theirs.query, theirs.ranks) if theirs.query else ""
     try:
-        return Match(theirs, ours, survey(theirs.layouts, ours.layouts, TOKENS), "", roles, warning)
+        return Match(theirs, ours, survey(theirs.layouts, ours.layouts, TOKENS), "", roles, warning, untold)
     except StateFerryError as e:
-        return Match(theirs, ours, None, str(e), roles, warning)
+        return Match(theirs, ours, None, str(e), roles, warning, untold)
 
 
 def _unreachable(prefill: str | Path, decode: str | Path, ranks: Sequence[RankAddress]) -> str:
@@ -168,7 +136,8 @@ def _side(source: str | Path) -> Side:
 def _known_side(source: str | Path) -> Side:
     if isinstance(source, str):
         answer = ask_engine(source)
-        return Side(source, answer.layouts, answer.ranks, answer.kv_role)
+        query = query_url(source, answer.bootstrap_port) if answer.bootstrap_port else ""
+        return Side(source, answer.layouts, answer.ranks, answer.kv_role, query)
     with offline_vllm() as offline, offline.arguments_of_file(source) as arguments:
         try:
             engine = offline.lay_out(arguments)
@@ -214,6 +183,9 @@ def _show_match(console: Console, match: Match) -> None:
                 f"{_block_count(layout):,}" if address else "-",
             )
     console.print(table)
+    if match.prefill.query:
+        say = match.untold or f"Routers that send both legs at once are answered at {match.prefill.query}."
+        console.print(f"\n{say}", markup=False, highlight=False)
     if match.warning:
         console.print(f"\n{match.warning}", markup=False, highlight=False)
     if match.survey is None:
@@ -274,6 +246,7 @@ def _match_json(match: Match) -> dict[str, Any]:
         "problem": match.misfit or match.prefill.unknown or match.decode.unknown,
         "wrong_roles": match.wrong_roles,
         "warning": match.warning,
+        "untold": match.untold,
         "prefill": _side_json(match.prefill),
         "decode": _side_json(match.decode),
         **(survey_json(match.survey) if match.survey is not None else {}),
@@ -287,6 +260,7 @@ def _side_json(side: Side) -> dict[str, Any] | None:
         "source": side.source,
         "engine_id": side.layouts[0].engine_id,
         "kv_role": side.kv_role,
+        "query": side.query,
         "facts": side.layouts[0].facts,
         "ranks": [
             {"host": r.host, "port": r.port, "epoch": r.epoch, "blocks": _block_count(layout)}

@@ -5,15 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpx
+
 from stateferry.errors import ProtocolError
 from stateferry.layout.fingerprint import decode_layout
 from stateferry.layout.spec import CacheLayout
 from stateferry.layout.survey import check_ranks
 from stateferry.stack import Client
-from stateferry.wire import DESCRIBE_PARAMS, RankAddress, parse_description
+from stateferry.wire import DESCRIBE_PARAMS, RankAddress, engine_place, parse_description
 
 PROMPT = "a"
 TIMEOUT_S = 60.0
+QUERY_S = 5.0
+"""As long as llm-d's sidecar waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,8 @@ class EngineAnswer:
     ranks: tuple[RankAddress, ...]
     kv_role: str = ""
     """vLLM's name of what the engine does in a hand-off; empty where an older one does not say."""
+    bootstrap_port: int = 0
+    """Where it answers routers that send both legs at once; 0: nowhere."""
 
 
 def ask_engine(url: str, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
@@ -44,7 +50,34 @@ def ask_engine(url: str, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
     except ProtocolError as e:
         raise ProtocolError(f"{url}: {e}") from e
     check_ranks(layouts)
-    return EngineAnswer(layouts, description.ranks, description.kv_role)
+    return EngineAnswer(layouts, description.ranks, description.kv_role, description.bootstrap_port)
+
+
+def query_url(url: str, bootstrap_port: int) -> str:
+    """Where a router that knows a prefill engine by `url` asks before it sends both legs at once."""
+    host = urlsplit(url).hostname or ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{bootstrap_port}/query"
+
+
+def why_not_told(query: str, ranks: Sequence[RankAddress], timeout_s: float = QUERY_S) -> str:
+    """Why such a router does not hear of this engine at `query`; empty where it does.
+
+    `ranks`: where the engine itself says that it listens.
+    """
+    cure = "Routers that send both legs at once ask there; others do not need it"
+    try:
+        answer = httpx.get(query, timeout=timeout_s)
+        told = answer.raise_for_status().json()
+        places = {entry["engine_id"].rpartition("@")[2] for entry in told.values()}
+    except (httpx.HTTPError, ValueError, AttributeError, TypeError, KeyError) as e:
+        return f"{query} does not answer as it should ({type(e).__name__}: {e}). {cure}."
+    first = engine_place("", ranks[0]).removeprefix("@")
+    return (
+        ""
+        if first in places
+        else f"{query} names {', '.join(sorted(places)) or 'no engine'}, and the engine listens on {first}: "
+        f"somebody else answers there. {cure}."
+    )
 
 
 def far_from_loopback(prefill_url: str, decode_url: str, ranks: Sequence[RankAddress]) -> str:
