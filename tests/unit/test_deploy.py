@@ -4,6 +4,7 @@
 """
 
 import copy
+import json
 import re
 import shlex
 import shutil
@@ -116,6 +117,19 @@ def test_every_engine_gets_settings_that_it_takes(key: Path) -> None:
     assert len(serving) == 8
     for where, words in serving:
         assert "--model" in vllm_options(usable(words, key)), where
+
+
+def test_llm_ds_other_connector_needs_the_lines_that_say_so(key: Path) -> None:
+    text = (DEPLOY / "llm-d/values.yaml").read_text()
+    taken_in = re.sub(r"# (- .*) # \[at once\]", r"\1", text)
+    values = yaml.safe_load(taken_in)
+    (container,) = values["prefill"]["containers"]
+    options = vllm_options(usable([*container["command"], *container["args"]], key))
+    config = json.loads(options[options.index("--kv-transfer-config") + 1])
+    port = config["kv_connector_extra_config"]["bootstrap_port"]
+    assert {"name": "bootstrap", "containerPort": port, "protocol": "TCP"} in container["ports"]
+    assert values["decode"] == yaml.safe_load(text)["decode"]
+    assert f"port {port} unless told otherwise" in text
 
 
 def test_a_command_without_its_key_is_refused(key: Path) -> None:

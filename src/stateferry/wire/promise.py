@@ -2,8 +2,8 @@
 
 It makes up a name for the transfer, `transfer_id`, and gives it to both legs. The prefill leg's offer then
 has an id that follows from the name; the decode leg says by `remote_engine_id` where the offer is to be asked
-for. These are the keys with which routers address vLLM's Mooncake connector. vllm-router's Mooncake mode
-sends them one leg after the other, though (`docs/routers.md`).
+for. Routers address vLLM's Mooncake connector with the same keys; what else they send is not looked at
+(`docs/routers.md`).
 """
 
 import hashlib
