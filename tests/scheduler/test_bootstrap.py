@@ -81,6 +81,22 @@ def test_an_address_that_is_not_rank_0s_hands_nothing_off(monkeypatch: pytest.Mo
         assert pair.consumer.finished["d"].tokens == answer(prompt_of(14), 4)
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["same port", "another port"])
+def test_what_a_router_heard_of_an_engine_holds_for_its_next_life(moved: bool) -> None:
+    """They ask once. The mutant is an engine that comes back elsewhere, which is why `port` must be set."""
+    own = settings()
+    with Pair(HYBRID, producer=own):
+        to_prefill, to_decode = legs(own["bootstrap_port"])
+    again = settings() | {"lease_s": 0.3} if moved else own
+    with Pair(HYBRID, producer=again, consumer={"handshake_timeout_s": 0.3} if moved else {}) as pair:
+        pair.producer.add(prompt_of(14), params=to_prefill, request_id="p")
+        pair.consumer.add(prompt_of(14), params=to_decode, request_id="d", max_tokens=4)
+        pair.run()
+        assert pair.consumer.scheduled["d"][0][0] == (0 if moved else 13)
+        assert pair.consumer.finished["d"].tokens == answer(prompt_of(14), 4)
+        pair.check_idle()
+
+
 def test_all_ranks_are_told_and_an_engine_that_ends_answers_no_more() -> None:
     own = settings(2)
     with Pair(HYBRID, ranks=2, producer=own) as pair:
