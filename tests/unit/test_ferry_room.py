@@ -62,6 +62,21 @@ def test_a_slot_is_not_written_while_a_device_still_copies_out_of_it(offer: Any)
     assert fence()
 
 
+def test_a_slot_whose_next_hand_off_ends_unread_is_still_not_written_while_a_device_copies_out_of_it(
+    offer: Any,
+) -> None:
+    room = small_room(4)
+    copied = False
+    load, _ = room.admit(FIRST, offer) or pytest.fail("no room")
+    room.leave(load, lambda: copied)
+    unread, _ = room.admit(SECOND, offer) or pytest.fail("no room")
+    room.leave(unread)  # its request was closed before its read could be posted
+    _, fence = room.admit(FIRST, offer) or pytest.fail("no room")
+    assert not fence()
+    copied = True
+    assert fence()
+
+
 def test_tables_that_do_not_fit_are_an_error(offer: Any) -> None:
     short = msgspec.structs.replace(offer, block_ids=(BlockIds((1, 2)), BlockIds((4,))))
     with pytest.raises(LayoutError, match="position"):

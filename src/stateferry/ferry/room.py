@@ -22,7 +22,7 @@ class Room:
     """Arrived, proven, and released by their producers: nothing can go wrong with them any more."""
     free: list[int] = field(init=False)
     _used_until: dict[int, Fence] = field(default_factory=dict)
-    """Slots given back while a device may still copy out of them."""
+    """Until when a device may still copy what was last placed out of a slot, whoever has the slot now."""
 
     def __post_init__(self) -> None:
         self.free = list(range(slot_count(self.layout)))
@@ -46,7 +46,8 @@ class Room:
             return None
         self.free.sort()
         taken, self.free = self.free[:count], self.free[count:]
-        fences = [f for f in (self._used_until.pop(slot, None) for slot in taken) if f is not None]
+        # They stay the slots' own: this read may end unposted before they are passed, and the next one begin.
+        fences = {self._used_until[slot] for slot in taken if slot in self._used_until}
         loads, start = [], 0
         for index, positions, ids in parts:
             slots = BlockIds(taken[start : start + len(ids)])
@@ -55,7 +56,7 @@ class Room:
         return Load(request_id, 0, tuple(loads)), lambda: all(f() for f in fences)
 
     def leave(self, load: Load, used_until: Fence | None = None) -> None:
-        """Its slots are free, once `used_until` says True."""
+        """Its slots are free, once `used_until` says True, which is after what was said of them before."""
         slots = [slot for part in load.groups for slot in part.local_block_ids]
         if used_until is not None:
             self._used_until.update(dict.fromkeys(slots, used_until))
