@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config
+from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.desk import Desk
 from stateferry.ferry.loop import MAX_FAILED_TURNS, Loop
-from stateferry.session import Outcome, VirtualClock
+from stateferry.ferry.producer import ProducerService
+from stateferry.ids import RequestId
+from stateferry.session import Close, GroupLoad, Load, Open, Orders, Outcome, VirtualClock
 from stateferry.testing.peers import EngineRank, wait_until
 from stateferry.transport import TransportOptions
 from stateferry.transport.faults import FaultsTransport
 from stateferry.transport.memory import MemoryTransport
+from stateferry.wire import Offer
 
 TABLES = ((1, 2, 3), (4,))
 LOCAL = ((5, 6, 7), (8,))
@@ -44,6 +49,14 @@ def faulty(*rules: dict[str, Any]) -> FaultsTransport:
     return FaultsTransport(TransportOptions(faults={"rules": list(rules)}), MemoryTransport())
 
 
+def loads_of(offer: Offer) -> tuple[GroupLoad, ...]:
+    """Everything that it offers, into `LOCAL`."""
+    return tuple(
+        GroupLoad(index, offer.first_blocks[index], BlockIds(mine), offer.block_ids[index])
+        for index, mine in enumerate(LOCAL)
+    )
+
+
 def fill_inbox(rank: EngineRank) -> None:
     """Wake the thread, so that it takes its next turn."""
     rank.close("nobody")
@@ -56,6 +69,63 @@ def test_a_passing_error_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not consumer.read("r", producer.grant(40, TABLES), LOCAL).failed
         wait_until(lambda: saboteur.left == 0)
         assert consumer.ferry.alive
+
+
+def broken_for(monkeypatch: pytest.MonkeyPatch, service: type, method: str, *victims: str) -> None:
+    """Make that method of that service fail for these requests' orders, before it does anything."""
+    carry_out = getattr(service, method)
+
+    def broken(self: Any, order: Any, **rest: Any) -> None:
+        if order.request_id in victims:
+            raise ZeroDivisionError("a defect")
+        carry_out(self, order, **rest)
+
+    monkeypatch.setattr(service, method, broken)
+
+
+def test_an_order_that_meets_a_defect_is_answered_and_takes_no_other_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for method in ("open", "load", "close_handoff"):
+        broken_for(monkeypatch, ConsumerService, method, f"bad {method}")
+    broken_for(monkeypatch, ProducerService, "grant", "bad grant")
+    with EngineRank("p") as producer, EngineRank("d") as consumer:
+        producer.submit_grant(producer.offer(40, TABLES, "bad grant"))
+        assert producer.wait_sent("bad grant").sent == {"bad grant"}
+        offers = {name: producer.grant(40, TABLES, name) for name in ("bad open", "bad load", "good")}
+        loads = tuple(Load(RequestId(name), 0, loads_of(offers["good"])) for name in ("bad load", "good"))
+        consumer.ferry.submit(
+            Orders(
+                opens=tuple(Open(RequestId(name), offer) for name, offer in offers.items()),
+                loads=loads,
+                closes=(Close(RequestId("bad close_handoff")), Close(RequestId("bad open"))),
+            )
+        )
+        results = consumer.wait_received("good")
+        assert (results.received, results.failed) == ({"bad load", "good"}, {"bad load"})
+        assert results.lost == {"bad open"}
+        assert "a defect" in next(r.reason for r in results.reports if r.request_id == "bad load")
+        consumer.close("bad load")
+        assert producer.wait_sent("bad load").sent >= {"bad load"}
+        wait_until(lambda: consumer.ferry.open_count == 0)
+        assert consumer.ferry.alive
+
+
+def test_blocks_of_a_grant_that_met_a_defect_too_late_are_kept_for_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: Any, transfer_id: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(ProducerService, "_tell", broken)
+    clock = VirtualClock()
+    with EngineRank("p", clock=clock) as producer, EngineRank("d") as consumer:
+        offer = producer.grant(40, TABLES)
+        consumer.open("r", offer)
+        wait_until(lambda: producer.ferry.counters.claimed == 1)
+        assert not producer.ferry.take().sent, "a consumer has claimed them"
+        clock.advance(1.1 * producer.config.lease_s)
+        assert producer.wait_sent("prefill").sent == {"prefill"}
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])

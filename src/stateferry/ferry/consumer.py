@@ -119,9 +119,9 @@ class ConsumerService:
             return
         now_s = self._clock.now_s()
         handoff.order_load(order, now_s, self._config.transfer_timeout_s)
-        self.open_here.readings[order.request_id] = Reading(handoff, fence, now_s)
         if order.problem:
             handoff.fail(order.problem, Cause.TABLES)
+        self.open_here.readings[order.request_id] = Reading(handoff, fence, now_s)
 
     def close_handoff(self, order: Close) -> None:
         """The request wants nothing more; blocks it was given stay ours until quiet."""

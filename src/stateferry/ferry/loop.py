@@ -6,7 +6,10 @@ the engine does.
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import zmq
 
@@ -20,6 +23,7 @@ from stateferry.ferry.keys import ControlKey, numeric
 from stateferry.ferry.producer import ProducerService
 from stateferry.ferry.setup import FerrySetup
 from stateferry.layout.fingerprint import encode_layout
+from stateferry.session import Grant, Orders, refused
 from stateferry.telemetry import Key
 from stateferry.transport.base import QUICK_PAUSE_S, QUICK_POLLS
 from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
@@ -163,20 +167,29 @@ class Loop:
         producer, consumer = self._producer, self._consumer
         while (found := self.desk.next_orders()) is not None:
             orders, fence = found
-            for grant in orders.grants:
-                producer.grant(grant)
-            for withdrawal in orders.withdrawals:
-                producer.withdraw(withdrawal)
-            for expect in orders.expects:
-                consumer.inquiries.ask(expect)
-            for open_order in orders.opens:
-                consumer.open(open_order)
-            for load in orders.loads:
-                consumer.load(load, fence)
-            for request_id in orders.placed:
-                consumer.ahead.placed(request_id, fence)
-            for close in orders.closes:
-                consumer.close_handoff(close)
+            # In the order in which they take effect, by their field of `Orders`.
+            obey: dict[str, Callable[[Any], None]] = {
+                "grants": producer.grant,
+                "withdrawals": producer.withdraw,
+                "expects": consumer.inquiries.ask,
+                "opens": consumer.open,
+                "loads": partial(consumer.load, fence=fence),
+                "placed": partial(consumer.ahead.placed, used_until=fence),
+                "closes": consumer.close_handoff,
+            }
+            for kind, carry_out in obey.items():
+                for order in getattr(orders, kind):
+                    try:
+                        carry_out(order)
+                    except Exception as e:  # a defect, which must not cost the others their answers
+                        self._refuse(kind, order, e)
+
+    def _refuse(self, kind: str, order: Any, error: Exception) -> None:
+        """Answer an order that met a defect, so that vLLM does not wait for it."""
+        logger.exception("one of the %s met a defect: request=%s", kind, getattr(order, "request_id", "-"))
+        held = kind == "grants" and isinstance(self._producer.ledger.made(order.transfer_id), Grant)
+        if not held:  # else its blocks may be read: its lease ends it
+            self.desk.outbox.add(refused(Orders(**{kind: (order,)}), f"defect: {error!r}"))
 
     def _publish(self) -> None:
         open_here = self._consumer.open_here
