@@ -5,19 +5,33 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from stateferry.block_ids import BlockIds
 from stateferry.config import Config
 from stateferry.errors import ProtocolError
-from stateferry.ferry import inquiries, links, loop
+from stateferry.ferry import inquiries, links, loop, producer
 from stateferry.ferry.producer import MESSAGES_PER_TURN, ProducerService
 from stateferry.ferry.quiet import INTERVAL_S, LogLimit
 from stateferry.ferry.socket_events import SocketEvents
-from stateferry.ids import Epoch
+from stateferry.ids import EngineId, Epoch, RequestId, new_transfer_id
 from stateferry.layout import shard
+from stateferry.layout.digest import table_digest
 from stateferry.layout.fingerprint import decode_layout, encode_layout
 from stateferry.layout.plan import make_plan
-from stateferry.session import VirtualClock
+from stateferry.session import Grant, VirtualClock
 from stateferry.testing.peers import ArrayMemory, EngineRank, small_layout
-from stateferry.wire import RankAddress, Renewal, encode_message
+from stateferry.wire import (
+    PROTOCOL_VERSION,
+    Claim,
+    Claimed,
+    DigestAnswer,
+    DigestRequest,
+    Hello,
+    Message,
+    RankAddress,
+    Renewal,
+    decode_message,
+    encode_message,
+)
 
 TABLES = ((1, 2, 3), (4,))
 
@@ -50,6 +64,89 @@ def test_a_flood_of_messages_does_not_keep_a_producer_from_its_leases() -> None:
     )
     service.receive()  # returns
     assert flood.sent == MESSAGES_PER_TURN
+
+
+class Script:
+    """A socket with these messages, as (who, what). Keeps the answers."""
+
+    def __init__(self, *said: tuple[bytes, Message]) -> None:
+        self.frames = [[sender, encode_message(message)] for sender, message in said]
+        self.answers: list[tuple[bytes, Message]] = []
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.pop(0)
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        self.answers.append((frames[0], decode_message(frames[1])))
+
+
+def digests_after_others_came(monkeypatch: pytest.MonkeyPatch, others: int, *, heard_of: bool) -> Message:
+    """What a producer, who remembers three consumers, says to the first of many."""
+    monkeypatch.setattr(producer, "MAX_CONSUMERS", 3)
+    layout, encoded = small_layout("p"), encode_layout(small_layout("d"))
+    offer = Grant(
+        RequestId("prefill"), new_transfer_id(), 16, (BlockIds((1,)), BlockIds((2,))), (0, 0), "0" * 32
+    )
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        software="testing",
+        engine_id=EngineId("d"),
+        epoch=Epoch(1),
+        expects_epoch=layout.epoch,
+        transport="memory",
+        layout=encoded,
+    )
+    claim = Claim(
+        epoch=layout.epoch,
+        transfer_id=offer.transfer_id,
+        claimant="d/r",
+        tp_rank=0,
+        tp_size=1,
+        table_digest=table_digest(16, offer.block_ids, (0, 0), "0" * 32),
+    )
+    renewal = Renewal(epoch=layout.epoch, sequence=1, claims=(Claimed(offer.transfer_id, "d/r"),))
+    question = DigestRequest(
+        epoch=layout.epoch,
+        transfer_id=offer.transfer_id,
+        claimant="d/r",
+        groups=(0,),
+        first_blocks=(0,),
+        block_counts=(1,),
+    )
+    said: list[tuple[bytes, Message]] = [(b"first", hello), (b"first", claim)]
+    for number in range(others):
+        said += [(b"other %d" % number, hello), *([(b"first", renewal)] if heard_of else [])]
+    socket = Script(*said, (b"first", question))
+    service = ProducerService(
+        socket,  # type: ignore[arg-type]
+        VirtualClock(),
+        layout,
+        encode_layout(layout),
+        "testing",
+        "memory",
+        b"",
+        15.0,
+        ArrayMemory(layout.region_sizes_bytes[0]),
+    )
+    service.grant(offer)
+    service.receive()
+    return socket.answers[-1][1]
+
+
+def test_a_consumer_that_is_heard_of_is_not_forgotten_for_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = digests_after_others_came(monkeypatch, 5, heard_of=True)
+    assert isinstance(answer, DigestAnswer)
+    assert not answer.reason
+    assert len(answer.digests) == 1
+
+
+def test_a_consumer_that_was_forgotten_is_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told nothing, its hand-off would wait for `transfer_timeout_s`."""
+    answer = digests_after_others_came(monkeypatch, 5, heard_of=False)
+    assert isinstance(answer, DigestAnswer)
+    assert "not known here" in answer.reason
 
 
 def test_log_lines_are_few_and_say_how_many_are_missing() -> None:

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_TURN = 256
 """Messages that are answered before hand-offs and leases get a turn."""
 MAX_CONSUMERS = 1024
-"""Consumers whose plans are remembered; the least recently heard of is forgotten first."""
+"""Connections of consumers whose layouts are remembered, for digests; of more, that one is forgotten that was
+silent for the longest, as every connection is that broke."""
 
 
 class ProducerService:
@@ -74,7 +75,7 @@ class ProducerService:
         self._registration = registration
         self._memory = memory
         self._consumers: OrderedDict[bytes, CacheLayout] = OrderedDict()
-        self._plans: OrderedDict[bytes, Plan] = OrderedDict()
+        self._plans: dict[bytes, Plan] = {}
 
     def grant(self, grant: Grant) -> None:
         """Keep a request's blocks; answer claims that came before, and tell those who wait for the offer."""
@@ -178,6 +179,8 @@ class ProducerService:
 
     def _answer(self, sender: bytes, message: Message) -> Message | None:
         now_s = self._clock.now_s()
+        if sender in self._consumers:
+            self._consumers.move_to_end(sender)
         if isinstance(message, Hello):
             return self._greet(sender, message)
         if isinstance(message, Await):
@@ -239,6 +242,9 @@ class ProducerService:
         if len(set(request.groups)) != len(request.groups):
             return DigestAnswer(transfer_id=request.transfer_id, reason="a group is named twice")
         plan = self._plan_for(sender)
+        if plan is None:
+            reason = "the asker's layout is not known here: it was not greeted, or was forgotten among others"
+            return DigestAnswer(transfer_id=request.transfer_id, reason=reason)
         digests = []
         for group, first, count in zip(
             request.groups, request.first_blocks, request.block_counts, strict=True
@@ -253,14 +259,10 @@ class ProducerService:
             digests.append(bytes_digest(plan.pieces(group, [0] * count, ids), "remote", self._memory.read))
         return DigestAnswer(transfer_id=request.transfer_id, digests=tuple(digests))
 
-    def _plan_for(self, sender: bytes) -> Plan:
-        plan = self._plans.get(sender)
-        if plan is None:
-            consumer = self._consumers.get(sender)
-            if consumer is None:
-                raise ValueError("a digest was asked for before a hand-shake")
-            plan = self._plans[sender] = make_plan(consumer, self._layout)
-        return plan
+    def _plan_for(self, sender: bytes) -> Plan | None:
+        if sender not in self._plans and (consumer := self._consumers.get(sender)) is not None:
+            self._plans[sender] = make_plan(consumer, self._layout)
+        return self._plans.get(sender)
 
     def _send(self, receiver: object, message: Message) -> None:
         """Answer without waiting. A consumer that went away is not an error."""
