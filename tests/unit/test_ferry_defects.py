@@ -10,6 +10,7 @@ from stateferry.config import Config
 from stateferry.ferry.consumer import ConsumerService
 from stateferry.ferry.desk import Desk
 from stateferry.ferry.loop import MAX_FAILED_TURNS, Loop
+from stateferry.ferry.part import Part
 from stateferry.ferry.producer import ProducerService
 from stateferry.ids import RequestId
 from stateferry.session import Close, GroupLoad, Load, Open, Orders, Outcome, VirtualClock
@@ -126,6 +127,29 @@ def test_blocks_of_a_grant_that_met_a_defect_too_late_are_kept_for_a_lease(
         assert not producer.ferry.take().sent, "a consumer has claimed them"
         clock.advance(1.1 * producer.config.lease_s)
         assert producer.wait_sent("prefill").sent == {"prefill"}
+
+
+def test_a_defect_that_one_read_meets_in_every_turn_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    met = []
+
+    def broken(part: Part, *_: Any) -> bool:
+        met.append(part)
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Part, "advance", broken)
+    config = Config(testing=True)
+    with (
+        EngineRank("p") as producer,
+        EngineRank("d", transport=faulty({"kind": "never"}), config=config) as consumer,
+    ):
+        offer = producer.grant(40, TABLES)
+        consumer.open("r", offer)
+        consumer.load("r", offer, LOCAL)
+        wait_until(lambda: len(met) >= 5)
+        assert not consumer.ferry.take().received, "its blocks may be written to"
+    assert sum("could not go on" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])

@@ -303,6 +303,25 @@ def test_one_link_that_failed_is_met_again_although_a_request_of_it_lives_on() -
         assert consumer.ferry.open_count == 1, "the early one was meant to live on"
 
 
+def test_an_offer_that_one_rank_cannot_serve_is_given_back_to_the_other_and_not_claimed_after_that() -> None:
+    """Symptom: claims after their release, which the other rank counted as refused."""
+    config = Config(handshake_timeout_s=0.2, retry_interval_s=600)
+    layout = small_layout("p", tp_rank=1, tp_size=2)
+    with EngineRank("p", layout=layout) as producer, EngineRank("d", config=config) as consumer:
+
+        def offer(name: str) -> Offer:
+            made = producer.offer(40, TABLES, name)
+            made = replace(made, ranks=(RankAddress("127.0.0.1", 1, Epoch(1)), *made.ranks))
+            producer.submit_grant(made)
+            return made
+
+        for name in ("meets", "met before", "after that"):
+            consumer.open(name, offer(name))
+            assert consumer.wait_lost(name).lost == {name}
+            producer.wait_sent(name)
+        assert producer.ferry.counters.refused_claims == 0
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["first greeting", "greeting of a second connection"])
 def test_a_greeting_that_went_down_with_its_connection_is_repeated(
     monkeypatch: pytest.MonkeyPatch, again: bool

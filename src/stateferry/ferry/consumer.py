@@ -102,7 +102,9 @@ class ConsumerService:
             if link.refuses:
                 link.requests.discard(order.request_id)  # should it answer, it is not asked for this one
                 self.open_here.fail(handoff, link.reason, link.cause)
-            elif link.state is LinkState.READY:
+                link.requests.discard(order.request_id)  # as when a link fails under its requests
+        for link in links:
+            if link.state is LinkState.READY and not handoff.failure:
                 self._asking.claim(link, handoff)
         reading = self.ahead.begin(
             handoff, self._clock.now_s(), self._config.transfer_timeout_s, allowed=order.ahead
@@ -157,11 +159,11 @@ class ConsumerService:
     def _link_settled(self, link: Link) -> None:
         for request_id in list(link.requests):
             handoff = self.open_here.handoffs[request_id]
-            if link.state is LinkState.READY:
+            if link.state is LinkState.FAILED:
+                self.open_here.fail(handoff, link.reason, link.cause)
+            elif not handoff.failure:  # else another rank's failed, and the offer was given back
                 handoff.met_s = self._clock.now_s()
                 self._asking.claim(link, handoff)
-            else:
-                self.open_here.fail(handoff, link.reason, link.cause)
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -181,8 +183,10 @@ class ConsumerService:
                     self._links.greet_again,
                 )
             except Exception as e:  # a defect; it must not take the others' turn away
-                logger.exception("could not go on with the hand-off of request %s", handoff.request_id)
-                handoff.fail(f"defect: {e}", Cause.DEFECT)
+                if not reading.defective:
+                    logger.exception("could not go on with the hand-off of request %s", handoff.request_id)
+                reading.defective = True
+                handoff.fail(f"defect: {e!r}", Cause.DEFECT)
             self.open_here.settle(reading)
         self.ahead.look_after_stuck()
 

@@ -73,6 +73,8 @@ class Reading:
     """Producers were there and the read was to be posted, whatever came of it."""
     quarantined: bool = False
     """Its deadline is over and bytes may still land: nobody gets its blocks before they cannot."""
+    defective: bool = False
+    """Going on with it met a defect, which is logged once: it may be met again in every turn."""
 
     def advance(
         self,
