@@ -51,7 +51,7 @@ def test_a_decode_engine_whose_offers_stop_says_so_once(
         pair.hand_off(prompt_of(0))
         plain(pair, ENOUGH + 3)
         (line,) = said(caplog)
-        assert "none brought an offer (the last one came 0 s ago)" in line
+        assert "none brought an offer (last: 0 s ago)" in line
 
 
 def test_a_decode_engine_with_one_offer_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

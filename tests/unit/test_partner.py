@@ -105,6 +105,37 @@ def taken_once(how: int) -> Scene:
     return scene
 
 
+def takers_that_stopped() -> None:
+    """Symptom: a router lost its decode leg after an hour, every offer expired, and nobody was told."""
+    clock = VirtualClock()
+    engine = watch(produces=True, tp_size=2, clock=clock)
+    engine.heard({TAKEN[0]: 2})
+    for _ in range(3 * ENOUGH):
+        clock.advance(1.25 * LONG_S / ENOUGH)
+        engine.heard({EXPIRED: 2})
+    clock.advance(100 * LONG_S)
+    engine.heard({EXPIRED: 2})
+
+
+def few_offers_for_long() -> None:
+    clock = VirtualClock()
+    engine = watch(produces=True, clock=clock)
+    engine.heard({TAKEN[0]: 1})
+    for _ in range(ENOUGH - 1):
+        clock.advance(LONG_S)
+        engine.heard({EXPIRED: 1})
+
+
+def a_taker_now_and_then() -> None:
+    """Clients that leave between the legs, or a decode engine that is restarted."""
+    clock = VirtualClock()
+    engine = watch(produces=True, clock=clock)
+    for _ in range(10):
+        engine.heard({TAKEN[0]: 1})
+        clock.advance(0.9 * LONG_S)
+        engine.heard({EXPIRED: 2 * ENOUGH})
+
+
 def both_roles_without_offers() -> None:
     engine = watch(produces=True, consumes=True)
     for _ in range(3 * ENOUGH):
@@ -133,6 +164,9 @@ SCENES: dict[Scene, str] = {
     few_requests_for_long: "",
     an_offer_now_and_then: "",
     **{taken_once(how): "" for how in range(len(TAKEN))},
+    takers_that_stopped: TAKERS,
+    few_offers_for_long: "",
+    a_taker_now_and_then: "",
     both_roles_without_offers: "",
     prefill_that_answers_whole_requests: "",
     decode_whose_counts_say_nothing: "",
@@ -159,13 +193,17 @@ def test_the_line_names_the_number_and_the_cure(caplog: pytest.LogCaptureFixture
     lonely_decode()
     lonely_prefill()
     offers_that_stopped()
-    decode, prefill, stopped = caplog.messages
+    takers_that_stopped()
+    decode, prefill, stopped, untaken = caplog.messages
     assert decode.startswith(f"{ENOUGH} requests have finished")
     assert "Is the router sending kv_transfer_params?" in decode
-    assert "the last one never came" in decode
-    assert "the last one came 75 s ago" in stopped
-    assert prefill.startswith(f"all {ENOUGH} offers")
+    assert "(last: never)" in decode
+    assert "(last: 75 s ago)" in stopped
+    assert prefill.startswith(f"the last {ENOUGH} offers")
     assert "after 15 s" in prefill
+    assert "(last: never)" in prefill
+    assert untaken.startswith(f"the last {ENOUGH} offers")
+    assert "(last: 75 s ago)" in untaken
     assert all("stateferry doctor" in line for line in caplog.messages)
 
 
@@ -182,7 +220,29 @@ def test_missing_offers_are_told_again_only_after_some_came(caplog: pytest.LogCa
 
     assert [plain(), plain()] == [1, 1]
     engine.offer_came()
-    assert [plain(), plain()] == [2, 2]
+    engine.offer_came()
+    assert caplog.messages[1:] == ["requests bring offers again"]
+    assert [plain(), plain()] == [3, 3]
+
+
+def test_offers_that_nobody_takes_are_told_again_only_after_some_were_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = VirtualClock()
+    engine = watch(produces=True, clock=clock)
+
+    def unclaimed() -> int:
+        """Lines in the log after many offers that expired."""
+        for _ in range(3 * ENOUGH):
+            clock.advance(LONG_S)
+            engine.heard({EXPIRED: 1})
+        return len(caplog.messages)
+
+    assert [unclaimed(), unclaimed()] == [1, 1]
+    for _ in range(2):
+        engine.heard({TAKEN[0]: 1})
+    assert caplog.messages[1:] == ["offers of this prefill engine are taken again"]
+    assert [unclaimed(), unclaimed()] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +252,8 @@ def test_missing_offers_are_told_again_only_after_some_came(caplog: pytest.LogCa
         ("LONG_S", 10**9, "offers_that_stopped"),
         ("ENOUGH", 0, "early_decode"),
         ("ENOUGH", 10**6, "lonely_decode"),
+        ("LONG_S", 10**9, "takers_that_stopped"),
+        ("LONG_S", 0.0, "a_taker_now_and_then"),
         ("TAKEN", (), "scene"),
         ("EXPIRED", ("stateferry_grants", "released"), "lonely_prefill"),
     ],
