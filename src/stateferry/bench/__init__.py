@@ -1,7 +1,7 @@
 """Benchmarks: interleaved arms in one run, medians and spread, host facts. Numbers, never tests."""
 
 from stateferry.bench.added_latency import MAX_TOKENS, MIN_TOKENS, Result, Times, measure
-from stateferry.bench.arms import IN_TREE, ONE_ENGINE, Arm, ArmSpec, arm_spec, started_arms
+from stateferry.bench.arms import IN_TREE, ONE_ENGINE, Arm, ArmSpec, arm_spec, arm_specs, started_arms
 from stateferry.bench.figures import percentile
 from stateferry.bench.plan import (
     APPLY_TARGET_MS,
@@ -35,6 +35,7 @@ __all__ = [
     "Result",
     "Times",
     "arm_spec",
+    "arm_specs",
     "measure",
     "measure_plans",
     "percentile",

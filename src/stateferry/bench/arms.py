@@ -73,6 +73,11 @@ def arm_spec(text: str, **settings: Any) -> ArmSpec:
     return ArmSpec(text, STATEFERRY, {"transport": transport, **mode, **settings}, env, ours != engines)
 
 
+def arm_specs(names: Sequence[str], **settings: Any) -> list[ArmSpec]:
+    """As `arm_spec`, of several; an arm that is named twice is there once, for results go by name."""
+    return list({spec.name: spec for spec in (arm_spec(name, **settings) for name in names)}.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A pair of engines behind the same two-leg client."""
@@ -149,31 +154,40 @@ def started_arms(
     server gets to start.
     """
     with Stack(log_folder, watch=watch) as stack:
+        pairs: list[Arm] = []
+        """Of each arm so far: its engines and router, asked one leg after the other."""
         arms: list[Arm] = []
-        try:
-            for spec in specs:
-                twin = next((i for i, s in enumerate(specs[: len(arms)]) if same_engines(s, spec)), None)
-                if twin is not None:
-                    arms.append(shared(spec, arms[twin]))
-                    arms[-1].stop()
-                    continue
-                tag = spec.name.split()[0]
+        for spec in specs:
+            twin = next((i for i, s in enumerate(specs[: len(arms)]) if same_engines(s, spec)), None)
+            if twin is not None:
+                pairs.append(pairs[twin])
+            else:
                 common: dict[str, Any] = {"model": model, "connector": spec.connector, **engine}
                 common["extra_config"] = spec.extra_config
                 common["env"] = {**common.get("env", {}), **spec.env}
-                prefill = stack.start(EngineSpec(role=Role.PREFILL, name=f"{tag}-prefill", **common))
-                decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
-                arms.append(Arm(spec.name, (prefill, decode)))
-                for started in arms[-1].engines:
-                    started.wait_ready(timeout_s, progress)
-                if router:
-                    front = stack.start_router([prefill], [decode], ROUTER_ARGS)
-                    front.wait_ready(timeout_s, progress)
-                    arms[-1] = Arm(spec.name, (prefill, decode), front.url)
-                arms[-1] = shared(spec, arms[-1])
-                if len(specs) > 1:
-                    arms[-1].stop()
-            yield arms
-        finally:
-            for arm in arms:
-                arm.go_on()
+                pairs.append(_pair(stack, spec.name, common, router, timeout_s, progress))
+            arms.append(shared(spec, pairs[-1]))
+            if len(specs) > 1:
+                arms[-1].stop()
+        yield arms
+
+
+def _pair(
+    stack: Stack,
+    name: str,
+    common: Mapping[str, Any],
+    router: bool,
+    timeout_s: float,
+    progress: ProgressCallback | None,
+) -> Arm:
+    """Two engines that are ready, and their router. `common`: of EngineSpec, for both."""
+    tag = name.split()[0]
+    prefill = stack.start(EngineSpec(role=Role.PREFILL, name=f"{tag}-prefill", **common))
+    decode = stack.start(EngineSpec(role=Role.DECODE, name=f"{tag}-decode", **common))
+    for started in (prefill, decode):
+        started.wait_ready(timeout_s, progress)
+    if not router:
+        return Arm(name, (prefill, decode))
+    front = stack.start_router([prefill], [decode], ROUTER_ARGS)
+    front.wait_ready(timeout_s, progress)
+    return Arm(name, (prefill, decode), front.url)

@@ -18,7 +18,7 @@ from stateferry.bench import (
     SCATTERED,
     UNMERGED,
     Measured,
-    arm_spec,
+    arm_specs,
     measure,
     measure_plans,
 )
@@ -71,7 +71,7 @@ def added_latency(
 
     Starts two engines per arm with the bundled model; nothing else should run on the machine.
     """
-    specs = [arm_spec(name) for name in arm or LATENCY_ARMS]
+    specs = arm_specs(arm or LATENCY_ARMS)
     screen = Console(stderr=True)
     with (
         running_arms(screen, RECALL_GDN, specs, log_folder, timeout_s) as arms,

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from stateferry.bench import agentx as agents
-from stateferry.bench import arm_spec
+from stateferry.bench import arm_specs
 from stateferry.bench import handoff as pairs
 from stateferry.bench import interference as running
 from stateferry.cli.bench_arms import running_arms
@@ -58,7 +58,7 @@ def interference(
     Starts two engines per arm; nothing else should run on the machine.
     """
     load = running.Load(decodes, handoffs, tokens, alone_s, interval_s)
-    specs = [arm_spec(name, lease_s=LEASE_S) for name in arm or ARMS]
+    specs = arm_specs(arm or ARMS, lease_s=LEASE_S)
     if any(spec.at_once for spec in specs):
         raise ConfigError("-at-once changes nothing here: prompts are computed before their hand-offs begin")
     screen = Console(stderr=True)
@@ -128,7 +128,7 @@ def agentx(
     settings = agents.Settings(
         lanes=lanes, time_scale=time_scale, longest_turns=longest_turns, longest_s=seconds, seed=seed
     )
-    specs = [arm_spec(name) for name in arm or ARMS]
+    specs = arm_specs(arm or ARMS)
     screen = Console(stderr=True)
     total = repeats * (len(specs) + one_engine)
     with (
@@ -157,10 +157,12 @@ def agentx(
 def handoff(
     arm: ArmOption = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Of the prompts. May be repeated.", show_default="64, 512, 2000")
+        list[int] | None,
+        typer.Option(help="Of the prompts. May be repeated.", show_default="64, 512, 2000", min=1),
     ] = None,
     concurrency: Annotated[
-        list[int] | None, typer.Option(help="Requests at a time. May be repeated.", show_default="1, 4, 16")
+        list[int] | None,
+        typer.Option(help="Requests at a time. May be repeated.", show_default="1, 4, 16", min=1),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Times that every arm runs.", min=1)] = 5,
     router: Annotated[
@@ -178,8 +180,9 @@ def handoff(
     By prompt length and number of requests at a time. Starts two engines and a router per arm; nothing else
     should run on the machine.
     """
-    specs = [arm_spec(name) for name in arm or ARMS]
-    lengths, at_a_time = tokens or list(pairs.LENGTHS), concurrency or list(pairs.CONCURRENCIES)
+    specs = arm_specs(arm or ARMS)
+    lengths = list(dict.fromkeys(tokens or pairs.LENGTHS))
+    at_a_time = list(dict.fromkeys(concurrency or pairs.CONCURRENCIES))
     screen = Console(stderr=True)
     with (
         running_arms(screen, model, specs, log_folder, timeout_s, router=router) as arms,

@@ -48,12 +48,14 @@ def transport(
     bytes. Needs about 5 GB of memory for the longest prompts; nothing
     else should run on the machine.
     """
-    names = arm or list(TRANSPORTS[memory])
+    names = list(dict.fromkeys(arm or TRANSPORTS[memory]))
     unknown = [name for name in names if name not in TRANSPORTS[memory]]
     if unknown:
         known = ", ".join(TRANSPORTS[memory])
         raise ConfigError(f"unknown arm {unknown[0]!r} for {memory.value} memory; known: {known}")
-    handoffs = planned(prompts=tokens or PROMPT_TOKENS, seed=seed) + (made_up() if equal_pieces else [])
+    handoffs = planned(prompts=list(dict.fromkeys(tokens or PROMPT_TOKENS)), seed=seed) + (
+        made_up() if equal_pieces else []
+    )
     screen = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
