@@ -217,3 +217,9 @@ def test_counts_of_two_metrics_pages() -> None:
     assert now.since(Counted(30, 15, 0, 1, 0.25, (5.0, 0.0, 0.0))).bytes_by_kind == (0.0, 0.0, 7.0)
     theirs = Metrics("vllm:nixl_bytes_transferred_sum 9\nvllm:nixl_xfer_time_seconds_count 1\n")
     assert Counted.of(prefill, theirs).bytes_unsorted == 9.0
+
+
+def test_a_session_without_a_turn_takes_no_lane() -> None:
+    """Symptom: a recorded session whose only entry is a subagent without requests ended the bench."""
+    log = played(lanes_of([Tree(0, []), *TREES[1:4], Tree(4, [])]))
+    assert {event.tree.number for _, _, event in log} == {1, 2, 3}

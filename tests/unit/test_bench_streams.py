@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
 import pytest
 
+from stateferry.bench.arrivals import Arrivals
 from stateferry.bench.engine_gaps import EngineGaps
 from stateferry.bench.interference import ALONE, ARRIVING, PREFILL, WINDOWS, Repeat, gaps_by_window, summary
 from stateferry.bench.streams import Pair, Streamed, Streams
+from stateferry.errors import EngineError
 from stateferry.stack import PREFILL_PARAMS, AtOnce, Metrics
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
@@ -203,3 +206,26 @@ def test_of_both_legs_at_once_either_may_fail_and_both_are_over(failing: str) ->
         return stream(1, 1, 1)
 
     assert "HTTP 503" in ask(handler, AT_ONCE).error
+
+
+@pytest.mark.parametrize("missed", ["before", "after"])
+def test_a_look_that_an_engine_did_not_answer_tells_nothing_of_its_window(missed: str) -> None:
+    """Symptom: without the first look all gaps since the engine's start were the window's; without the second
+    one the bench ended."""
+    there = EngineGaps((0.001, math.inf), (900, 1), 0.9)
+    looks = (EngineGaps(), there) if missed == "before" else (there, EngineGaps())
+    assert looks[1].since(looks[0]).figures() == {}
+    assert there.since(EngineGaps((0.001, math.inf), (899, 1), 0.899)).counts == (1, 0)
+
+
+def test_the_process_that_sends_dying_is_an_error_with_words() -> None:
+    """Symptom: a BrokenPipeError came out of the bench."""
+
+    async def ask() -> None:
+        with Arrivals() as arrivals:
+            arrivals._process.kill()
+            arrivals._process.join()
+            await arrivals.gaps("http://127.0.0.1:1")
+
+    with pytest.raises(EngineError, match="sends a bench's requests died"):
+        asyncio.run(ask())

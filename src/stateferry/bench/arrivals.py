@@ -98,9 +98,9 @@ class Arrivals:
     async def _call(self, work: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
-        self._pipe.send((work, arguments))
         loop.add_reader(self._pipe.fileno(), _set, answered)
         try:
+            self._pipe.send((work, arguments))
             await answered
             found: T = self._pipe.recv()
             return found

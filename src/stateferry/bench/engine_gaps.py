@@ -38,8 +38,8 @@ class EngineGaps:
         return cls(tuple(bounds_s), tuple(counts), metrics.total(f"{NAME}_sum"))
 
     def since(self, before: Self) -> Self:
-        """The gaps that came in between."""
-        return self._with(before, -1)
+        """The gaps that came in between; none where an engine told nothing at one of the two looks."""
+        return self._with(before, -1) if self.bounds_s and before.bounds_s else type(self)()
 
     def plus(self, other: Self) -> Self:
         """Both together."""

@@ -58,7 +58,8 @@ class Lanes:
         """`longest_pause_s` caps recorded pauses; `time_scale` multiplies what is left of them."""
         rng = random.Random(seed)
         self._time_scale, self._longest_pause_s = time_scale, longest_pause_s
-        self._waiting = deque(rng.sample(list(trees), len(trees)))
+        trees = [tree for tree in trees if tree.turns]
+        self._waiting = deque(rng.sample(trees, len(trees)))
         self._due: list[tuple[float, int, int]] = []
         """(when, lane, turn)"""
         self._in_flight = 0
