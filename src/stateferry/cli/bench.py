@@ -26,9 +26,10 @@ from stateferry.cli.bench_arms import running_arms
 from stateferry.cli.bench_engines import ARM_HELP, agentx, agentx_sessions, handoff, interference
 from stateferry.cli.bench_footprint import footprint
 from stateferry.cli.bench_open import open_handoff
-from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish
+from stateferry.cli.bench_output import JsonOption, ReportOption, counting, finish
 from stateferry.cli.bench_transport import transport as bench_transport
 from stateferry.cli.examples import examples
+from stateferry.cli.files import LogFolderOption
 from stateferry.cli.starting import StartTimeoutOption
 from stateferry.models import RECALL_GDN
 from stateferry.stack import START_TIMEOUT_S
@@ -62,7 +63,7 @@ def added_latency(
     ] = None,
     requests: Annotated[int, typer.Option(help="Rounds; each asks every arm once.", min=1)] = 40,
     seed: Annotated[int, typer.Option(help="Of lengths and prompts.")] = 0,
-    log_folder: LogOption = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,

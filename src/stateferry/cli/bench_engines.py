@@ -12,7 +12,8 @@ from stateferry.bench import arm_specs
 from stateferry.bench import handoff as pairs
 from stateferry.bench import interference as running
 from stateferry.cli.bench_arms import running_arms
-from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, figure_table, finish
+from stateferry.cli.bench_output import JsonOption, ReportOption, counting, figure_table, finish
+from stateferry.cli.files import LogFolderOption, made_folder
 from stateferry.cli.starting import StartTimeoutOption
 from stateferry.errors import ConfigError
 from stateferry.models import RECALL_GDN
@@ -47,7 +48,7 @@ def interference(
     one_engine: OneEngineOption = True,
     model: ModelOption = RECALL_GDN,
     seed: Annotated[int, typer.Option(help="Of prompts and of the order of the arms.")] = 0,
-    log_folder: LogOption = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
@@ -111,7 +112,7 @@ def agentx(
     router: Annotated[bool, typer.Option(help="Ask vllm-router; else the client does both legs.")] = False,
     model: ModelOption = RECALL_GDN,
     seed: Annotated[int, typer.Option(help="Of made-up sessions, lanes and the order of arms.")] = 0,
-    log_folder: LogOption = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
@@ -170,7 +171,7 @@ def handoff(
     ] = True,
     model: ModelOption = RECALL_GDN,
     seed: Annotated[int, typer.Option(help="Of prompts and of the order of arms and cells.")] = 0,
-    log_folder: LogOption = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,
@@ -235,13 +236,14 @@ AGENTX_ROWS = {
 
 
 def agentx_sessions(
-    folder: Annotated[Path, typer.Argument(help="Where the files go; made if missing.")],
+    folder: Annotated[
+        Path, typer.Argument(callback=made_folder, help="Where the files go; made if missing.")
+    ],
     count: Annotated[int, typer.Option(help="How many sessions.", min=1)] = 12,
     scale: Annotated[int, typer.Option(help="Divides all token counts.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="The same seed makes the same sessions.")] = 0,
 ) -> None:
     """Write made-up agent sessions in the Weka format, for this bench and other clients of the format."""
-    folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         agents.write_session(agents.make_session(number, seed, scale), folder)
     Console().print(f"{count} sessions in {folder}")

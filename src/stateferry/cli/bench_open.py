@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stateferry.bench import open_cost
-from stateferry.cli.bench_output import JsonOption, LogOption, ReportOption, counting, finish, shown_spread
+from stateferry.cli.bench_output import JsonOption, ReportOption, counting, finish, shown_spread
+from stateferry.cli.files import LogFolderOption
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
 from stateferry.models import RECALL_GDN
@@ -17,7 +18,7 @@ from stateferry.stack import START_TIMEOUT_S, EngineSpec, Role, Stack
 def open_handoff(
     repeats: Annotated[int, typer.Option(help="Times at rest, and with an offer open.", min=1)] = 5,
     seconds: Annotated[float, typer.Option(help="How long the engine is watched, each time.", min=1)] = 5.0,
-    log_folder: LogOption = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: JsonOption = False,
     report: ReportOption = None,

@@ -13,30 +13,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from stateferry.bench.report import page
+from stateferry.cli.files import writable_file
 from stateferry.stack.host import commit, host_facts
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")]
 ReportOption = Annotated[
     Path | None,
-    typer.Option("--report", help="Write a page with plots to this file.", show_default=False),
+    typer.Option(
+        "--report",
+        callback=writable_file,
+        help="Write a page with plots to this file.",
+        show_default=False,
+    ),
 ]
-LogOption = Annotated[Path | None, typer.Option(help="Keep the engines' logs here.", show_default=False)]
 
 
 def finish(
     bench: str, result: Mapping[str, Any], tables: Sequence[Table], json_output: bool, report: Path | None
 ) -> None:
-    """Show the tables, write the page, print the JSON; `result` gets host, commit and date."""
+    """Show the tables, print the JSON, write the page; `result` gets host, commit and date."""
     console = Console(stderr=True) if json_output else Console()
     for table in tables:
         console.print(table)
     facts = {"host": host_facts(), "commit": commit(), "date": date.today().isoformat()}
     whole = {"bench": bench, **result, **facts}
-    if report is not None:
-        report.write_text(page([whole]))
-        console.print(f"Page written: {report}")
     if json_output:
         print(json.dumps(whole))
+    if report is not None:
+        report.write_text(page([whole]))
+        console.print(f"Page written: {report}", markup=False)
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from stateferry.cli.files import LogFolderOption
 from stateferry.cli.showcase import ROUNDS, Asked, ask_all
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
@@ -29,9 +29,7 @@ def demo(
     load_mode: Annotated[
         str, typer.Option("--load-mode", help="When the decode engine reads: async, sync.")
     ] = LoadMode.ASYNC.value,
-    log_folder: Annotated[
-        Path | None, typer.Option("--log-folder", help="Keep the servers' logs here.", show_default=False)
-    ] = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line; the rest to stderr.")

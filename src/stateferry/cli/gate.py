@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from stateferry.cli.files import LogFolderOption, make_folder
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
 from stateferry.cli.transport_names import TRANSPORT_NAMES
@@ -72,9 +73,7 @@ def gate(
         Path | None,
         typer.Option("--output", help="Folder for the result of --full.", show_default="benchmarks/results"),
     ] = None,
-    log_folder: Annotated[
-        Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)
-    ] = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
 ) -> None:
     """Prove that two engines answer exactly as one does, and that lost state would show.
@@ -92,6 +91,9 @@ def gate(
         raise ConfigError("--load-mode is for engines that the gate starts; running ones have theirs")
     if running is not None and len(subjects) > 1:
         raise ConfigError("--model may be given once with --prefill-url: what those engines serve")
+    results = output or Path("benchmarks/results")
+    if full:
+        make_folder(results, "--output")
     console = Console(stderr=json_output)
     if not console.is_terminal:
         console = Console(stderr=json_output, width=140)  # a log is not folded at 80
@@ -115,7 +117,7 @@ def gate(
     _show(console, report)
     result = report.to_json()
     if full:
-        console.print(f"Written to {_write(report, output or Path('benchmarks/results'))}")
+        console.print(f"Written to {_write(report, results)}")
     if json_output:
         print(json.dumps(result))
     raise typer.Exit(0 if report.passed else 1)
@@ -134,7 +136,6 @@ def _subject(name: str) -> Subject:
 
 
 def _write(report: GateReport, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gate-full-{report.models[0].transport}-{report.load_mode}-{report.date[:10]}.json"
     path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return path

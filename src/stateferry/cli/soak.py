@@ -1,7 +1,6 @@
 """`stateferry soak`: two engines under load and faults for as long as you like."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from stateferry.cli.files import LogFolderOption
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
 from stateferry.cli.transport_names import TRANSPORT_NAMES
@@ -24,9 +24,7 @@ def soak(
     transport: Annotated[
         str, typer.Option(help=f"What moves the bytes underneath: {TRANSPORT_NAMES}.")
     ] = "auto",
-    log_folder: Annotated[
-        Path | None, typer.Option("--log-folder", help="Keep the engines' logs here.", show_default=False)
-    ] = None,
+    log_folder: LogFolderOption = None,
     timeout_s: StartTimeoutOption = START_TIMEOUT_S,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
