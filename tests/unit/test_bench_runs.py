@@ -309,3 +309,20 @@ def test_errors_end_the_agentx_bench_with_a_failure(
     printed = CliRunner().invoke(app, [*command, "--time-scale", "0"])
     assert printed.exit_code == 1
     assert "must be 0" in printed.output
+
+
+def test_what_an_arm_is_called_is_no_markup(
+    pairs: list[tuple[Arm, FakeEngine, FakeEngine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: a verdict with brackets in it ended the bench with a traceback."""
+
+    @contextmanager
+    def started(*args: object, **more: object) -> Iterator[list[Arm]]:
+        yield [arm for arm, *_ in pairs]
+
+    monkeypatch.setattr(bench_arms, "started_arms", started)
+    monkeypatch.setattr(agentx, "verdict", lambda summary: ["cma [/v1]: errors is 1"])
+    command = ["bench", "agentx", "--arm", "cma", "--repeats", "1", "--count", "1", "--time-scale", "0"]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 1
+    assert "cma [/v1]: errors is 1" in printed.output

@@ -1,12 +1,20 @@
 """What a soak's verdict is made of; the soak itself runs in the engine tier."""
 
+import io
+import json
 import os
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from rich.console import Console
+from tests.command import run
 
+from stateferry.cli import soak as cli_soak
+from stateferry.cli.soak import show
+from stateferry.errors import EngineError
 from stateferry.gate.resources import LEAST_SAMPLES, Sample, growth, sample
 from stateferry.gate.soak import CLEAN, Soak, SoakReport
 
@@ -74,3 +82,41 @@ def test_ctrl_c_in_a_soak_of_half_an_hour_waited_for_its_end() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Soak(engine, engine, engine, 0).run(30.0, interrupt)
+
+
+def shown(found: SoakReport) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show(console, found)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_what_an_engine_said_is_shown_as_it_is() -> None:
+    """Symptom: brackets in an error were taken for markup, and the command ended before its JSON."""
+    text = "http://e answered HTTP 500: [Errno 111] at [/v1/completions]"
+    assert text in shown(report(errors=[text]))
+
+
+def test_a_soak_that_tried_no_fault_says_that_it_failed_for_that() -> None:
+    """Symptom: "Failed." after a short soak, and no reason."""
+    assert "no fault was tried" in shown(report(outcomes={CLEAN: Counter(received=10)}))
+    assert "no fault was tried" not in shown(report(errors=["HTTP 500"]))
+
+
+def test_a_transport_that_there_is_not_is_refused_before_engines_start() -> None:
+    """Symptom: two engines started and died of it."""
+    result = run("soak", "--transport", "telepathy")
+    assert result.returncode == 2, result.stderr
+    assert "key 'transport' = 'telepathy'" in result.stderr
+
+
+def test_json_of_a_soak_whose_engines_do_not_start_is_printed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start(*args: object) -> None:
+        raise EngineError("prefill ended with exit code 1")
+
+    monkeypatch.setattr(cli_soak, "start_engines", start)
+    result = run("soak", "--json", "--log-folder", str(tmp_path))
+    assert result.returncode == 3, result.stderr
+    assert json.loads(result.stdout) == {"passed": False, "errors": ["prefill ended with exit code 1"]}

@@ -151,7 +151,7 @@ def agentx(
     finish("agentx", kept, [table], json_output, report)
     wrong = agents.verdict(summary)
     for text in wrong:
-        screen.print(f"[red]{text}[/red]")
+        screen.print(text, style="red", markup=False, highlight=False)
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -246,4 +246,4 @@ def agentx_sessions(
     """Write made-up agent sessions in the Weka format, for this bench and other clients of the format."""
     for number in range(count):
         agents.write_session(agents.make_session(number, seed, scale), folder)
-    Console().print(f"{count} sessions in {folder}")
+    Console().print(f"{count} sessions in {folder}", markup=False)

@@ -12,8 +12,13 @@ from stateferry.cli.files import LogFolderOption
 from stateferry.cli.starting import StartTimeoutOption, shown_progress
 from stateferry.cli.stopping import said_while_stopping
 from stateferry.cli.transport_names import TRANSPORT_NAMES
+from stateferry.config import parse_config
+from stateferry.errors import EngineError
 from stateferry.gate.soak import Soak, SoakReport, start_engines
 from stateferry.stack import START_TIMEOUT_S, Client, Stack
+
+SHOWN = 20
+"""Problems."""
 
 
 def soak(
@@ -33,21 +38,27 @@ def soak(
     Passes when every answer is what one engine says, every hand-off ended in a named way, nothing is held
     at the end, and memory, threads and file descriptors do not grow.
     """
+    parse_config({"transport": transport})
     screen = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[asked]} requests"))
-    with (
-        said_while_stopping(screen) as watch,
-        Stack(log_folder, watch=watch) as stack,
-        Client(timeout_s=120.0) as client,
-    ):
-        with shown_progress(screen) as starting:
-            prefill, decode = start_engines(stack, transport, starting, timeout_s)
-        with Progress(*columns, TimeRemainingColumn(), console=screen) as progress:
-            task = progress.add_task("soaking", total=1.0, asked=0)
-            report = Soak(client, prefill, decode, seed).run(
-                minutes, lambda share, asked: progress.update(task, completed=share, asked=asked)
-            )
-        stack.check_alive()
+    try:
+        with (
+            said_while_stopping(screen) as watch,
+            Stack(log_folder, watch=watch) as stack,
+            Client(timeout_s=120.0) as client,
+        ):
+            with shown_progress(screen) as starting:
+                prefill, decode = start_engines(stack, transport, starting, timeout_s)
+            with Progress(*columns, TimeRemainingColumn(), console=screen) as progress:
+                task = progress.add_task("soaking", total=1.0, asked=0)
+                report = Soak(client, prefill, decode, seed).run(
+                    minutes, lambda share, asked: progress.update(task, completed=share, asked=asked)
+                )
+            stack.check_alive()
+    except EngineError as e:
+        if json_output:
+            print(json.dumps({"passed": False, "errors": [str(e)]}))
+        raise
     show(Console(stderr=True) if json_output else Console(), report)
     if json_output:
         print(json.dumps(report.to_json()))
@@ -72,7 +83,6 @@ def show(console: Console, report: SoakReport) -> None:
                 f"{first.threads} to {last.threads} threads, "
                 f"{first.file_descriptors} to {last.file_descriptors} file descriptors"
             )
-    for text in (*report.wrong[:10], *report.errors[:10], report.held, *report.grown):
-        if text:
-            console.print(f"[red]{text}[/red]")
+    for text in report.problems()[:SHOWN]:
+        console.print(text, style="red", markup=False, highlight=False)
     console.print("[green]Passed.[/green]" if report.passed else "[red]Failed.[/red]")

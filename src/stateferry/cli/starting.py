@@ -67,7 +67,7 @@ def shown_progress(console: Console) -> Iterator[ProgressCallback]:
         before = rows.get(progress.name, ("", 0.0, False))[0]
         text = "ready" if progress.ready else step(progress.line) or before or "starting"
         if text != before:
-            console.print(f"  {progress.name:8} {progress.seconds:5.1f} s  {text}")
+            console.print(f"  {progress.name:8} {progress.seconds:5.1f} s  {text}", markup=False)
         rows[progress.name] = (text, progress.seconds, progress.ready)
 
     yield report

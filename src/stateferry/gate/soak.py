@@ -87,14 +87,20 @@ class SoakReport:
     held: str = ""
     """What was still held when all was over; empty: nothing."""
     grown: list[str] = field(default_factory=list)
-    """What grew between the first and the last third of the time."""
+    """What grew between the second and the last third of the time."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         """Nothing wrong, no error, nothing held, nothing grown, and faults did happen."""
-        injected = sum(sum(c.values()) for name, c in self.outcomes.items() if name in FAULTS)
-        return not (self.wrong or self.errors or self.held or self.grown) and injected > 0
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """Why it did not pass, in words."""
+        found = [*self.wrong, *self.errors, *([self.held] if self.held else []), *self.grown]
+        if not self.outcomes.keys() & FAULTS.keys():
+            found.append("no fault was tried: one request in twenty has one, so ask for more minutes")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; of the samples the first and the last."""
