@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+from tests.unit.test_top_tables import figures
 
 from stateferry.cli import doctor as module
+from stateferry.cli import doctor_standing
 from stateferry.cli.main import main
 from stateferry.doctor import EngineAnswer, Finding, Verdict
 from stateferry.errors import LayoutMismatch
@@ -19,6 +21,7 @@ from stateferry.layout.fingerprint import compare
 from stateferry.layout.spec import Part, PartRule
 from stateferry.stack import AnswerError
 from stateferry.testing.caches import Model, Tensor
+from stateferry.watch import Figures
 from stateferry.wire import RankAddress
 
 HEADS = Part(name="heads", size=4, rule=PartRule.SPLIT)
@@ -43,8 +46,14 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> Iterator[Doctor]:
     handler = signal.getsignal(signal.SIGTERM)
 
     def call(
-        *arguments: str, findings: Sequence[Finding] = HEALTHY, engines: dict[str, Any] | None = None
+        *arguments: str,
+        findings: Sequence[Finding] = HEALTHY,
+        engines: dict[str, Any] | None = None,
+        pages: dict[str, Figures] | None = None,
     ) -> tuple[int, str, str]:
+        def look(url: str) -> list[Figures]:
+            return [page for at, page in (pages or {}).items() if at == url]
+
         def ask(url: str) -> EngineAnswer:
             found = (engines or {})[url]
             if isinstance(found, Exception):
@@ -54,6 +63,7 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> Iterator[Doctor]:
         with (
             patch.object(module, "examine_machine", lambda: list(findings)),
             patch.object(module, "ask_engine", ask),
+            patch.object(doctor_standing, "looked_at", look),
             patch.object(sys, "argv", ["stateferry", "doctor", *arguments]),
             pytest.raises(SystemExit) as caught,
         ):
@@ -217,6 +227,37 @@ def test_an_engine_that_does_not_answer_is_a_problem(doctor: Doctor) -> None:
     assert value["engines"]["can_exchange"] is False
     assert value["engines"]["prefill"]["ranks"][0]["epoch"] == 77
     assert value["engines"]["decode"] is None
+
+
+def page(**more: Any) -> Figures:
+    return dataclasses.replace(figures("decode_after.txt", DECODE), **more)
+
+
+def test_peers_that_hang_are_a_warning_of_the_engine_that_knows_them(doctor: Doctor) -> None:
+    engines, pages = {PREFILL: engine(1), DECODE: engine(1)}, {DECODE: page(peers={"silent": 2})}
+    code, out, _ = doctor(*both(), engines=engines, pages=pages)
+    assert code == 0
+    assert f"{DECODE} has 2 silent peers now" in out
+    assert f"2 warnings: nixl, {DECODE} now." in out
+    _, out, _ = doctor(*both("--json"), engines=engines, pages=pages)
+    assert json.loads(out)["warnings"][1:] == [f"{DECODE} now: 2 silent peers"]
+    _, out, _ = doctor(*both(), engines=engines, pages={DECODE: page(retries=3, lease_losses=2)})
+    assert "One warning" in out, "what is long over is not how it stands"
+
+
+def test_an_engine_that_hangs_is_a_problem_and_is_not_waited_for(doctor: Doctor) -> None:
+    """Symptom: doctor waited for a minute without a word, and then said that there was no answer."""
+    engines = {PREFILL: engine(1), DECODE: AssertionError("asked")}
+    hangs = page(running=3, waiting=1, told_s_ago=600.0)
+    code, out, _ = doctor(*both("--json"), engines=engines, pages={DECODE: hangs})
+    assert code == 1
+    (problem,) = json.loads(out)["problems"]
+    assert problem.startswith(
+        f"{DECODE} has 3 requests running and 1 waiting, and no step for 10 min: it hangs"
+    )
+    for rests in (page(running=0, waiting=0, told_s_ago=600.0), page(running=3, told_s_ago=5.0)):
+        engines[DECODE] = engine(1)
+        assert doctor(*both(), engines=engines, pages={DECODE: rests})[0] == 0
 
 
 @pytest.mark.parametrize("dead", [[PREFILL], [DECODE], [PREFILL, DECODE]], ids=["prefill", "decode", "both"])

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stateferry.cli import top_tables
 from stateferry.cli.columns import Column, Fitted, shortened
 from stateferry.cli.top_tables import engine_table, failure_table, silent_table, slow_table
 from stateferry.watch import Figures, Found, figures_of, read_page
@@ -90,6 +91,17 @@ def test_an_engine_that_hangs_is_told_from_one_that_rests(
     assert ("no step" in line) == bool(trouble)
     assert trouble in line
     assert {300.0: " 5 min ago ", 3.0: " 3 s ago ", None: "  - "}[told_s_ago] in line
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "case"), [(1e9, (1, 0, 300.0, "no step for 5 min")), (1.0, (1, 0, 3.0, ""))]
+)
+def test_a_wrong_idea_of_an_engine_that_hangs_is_noticed(
+    limit_s: float, case: tuple[int, int, float, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_tables, "HANGS_S", limit_s)
+    with pytest.raises(AssertionError):
+        test_an_engine_that_hangs_is_told_from_one_that_rests(*case)
 
 
 def test_peers_that_hang_are_trouble() -> None:

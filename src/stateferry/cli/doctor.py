@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stateferry.cli import doctor_standing as standing
 from stateferry.cli.doctor_sides import Match, Side
 from stateferry.cli.inspect import survey_json
 from stateferry.cli.interrupts import ends_on_interrupt
@@ -24,7 +25,7 @@ from stateferry.doctor import (
     why_not_told,
     why_roles_do_not_fit,
 )
-from stateferry.errors import ConfigError, StateFerryError
+from stateferry.errors import ConfigError, EngineError, StateFerryError
 from stateferry.layout.spec import CacheLayout
 from stateferry.layout.survey import survey
 from stateferry.wire import RankAddress
@@ -92,6 +93,7 @@ def doctor(
             warnings["the prefill engine's address"] = match.warning
         if match.untold:
             warnings["what routers are told"] = match.untold
+        warnings |= {f"{side.source} now": side.amiss for side in match.sides if side.amiss}
     _show_verdict(console, problems, list(warnings), match is not None and bool(match.misfit))
     if json_output:
         texts = [f"{name}: {text}" for name, text in warnings.items()]
@@ -135,9 +137,12 @@ def _side(source: str | Path) -> Side:
 
 def _known_side(source: str | Path) -> Side:
     if isinstance(source, str):
+        if hangs := standing.why_not_asked(source):
+            raise EngineError(hangs)
         answer = ask_engine(source)
         query = query_url(source, answer.bootstrap_port) if answer.bootstrap_port else ""
-        return Side(source, answer.layouts, answer.ranks, answer.kv_role, query)
+        now = standing.amiss(source)
+        return Side(source, answer.layouts, answer.ranks, answer.kv_role, query, now)
     with offline_vllm() as offline, offline.arguments_of_file(source) as arguments:
         try:
             engine = offline.lay_out(arguments)
@@ -188,6 +193,10 @@ def _show_match(console: Console, match: Match) -> None:
         console.print(f"\n{say}", markup=False, highlight=False)
     if match.warning:
         console.print(f"\n{match.warning}", markup=False, highlight=False)
+    for side in match.sides:
+        if side.amiss:
+            say = f"{side.source} has {side.amiss} now: docs/operations.md, and its log."
+            console.print(f"\n{say}", markup=False, highlight=False)
     if match.survey is None:
         return
     layout = match.decode.layouts[0]

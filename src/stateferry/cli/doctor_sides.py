@@ -20,6 +20,8 @@ class Side:
     """What it does in a hand-off, as vLLM calls it; empty where it does not say."""
     query: str = ""
     """Where routers that send both legs at once ask it; empty: nowhere."""
+    amiss: str = ""
+    """What is wrong with it right now; empty: nothing, or it is not running."""
     unknown: str = ""
     """Why nothing is known of it: it does not answer, or would not start. Empty where something is."""
 
@@ -40,6 +42,11 @@ class Match:
     """What may keep one from reaching the other."""
     untold: str = ""
     """Why routers that ask the prefill engine are not told where it listens; empty where nothing is amiss."""
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Both engines."""
+        return self.prefill, self.decode
 
     @property
     def problems(self) -> list[str]:

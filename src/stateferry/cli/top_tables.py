@@ -172,19 +172,26 @@ def listed(counts: Mapping[str, int]) -> str:
 
 def trouble(f: Figures) -> str:
     """What an operator should look into."""
-    asked = f.running + f.waiting > 0
-    hangs = f.told_s_ago is not None and f.told_s_ago >= HANGS_S and asked
-    stuck = [f"no step for {age(f.told_s_ago or 0.0)}"] if hangs else []
-    found = {
-        "silent peers": f.peers.get("silent", 0),
-        "in quarantine": f.quarantined,
+    found = at_present(f) | {
         "lease losses": f.lease_losses,
         "grants expired": f.grants.get("expired", 0),
         "offers refused": f.refused_offers,
         "retries": f.retries,
         **{f"do not fit: {field}": count for field, count in f.refusals.items()},
     }
-    return ", ".join([*stuck, *filter(None, [listed(found)])]) or "-"
+    return ", ".join(filter(None, (no_step(f), listed(found)))) or "-"
+
+
+def no_step(f: Figures) -> str:
+    """That an engine has requests and takes no steps; empty: it takes some, or has none, or does not say."""
+    if f.told_s_ago is None or f.told_s_ago < HANGS_S or not f.running + f.waiting:
+        return ""
+    return f"no step for {age(f.told_s_ago)}"
+
+
+def at_present(f: Figures) -> dict[str, int]:
+    """What is amiss now, not only since the engine's start."""
+    return {"silent peers": f.peers.get("silent", 0), "in quarantine": f.quarantined}
 
 
 def ago(at_unix_s: float, now_unix_s: float) -> str:
