@@ -92,7 +92,6 @@ def test_hybrid_model_is_one_region_with_a_group_per_table() -> None:
     layout, memory, tensors = described(config, hybrid_groups(scratch=2))
     assert [g.kind for g in layout.groups] == [GroupKind.STATE] * 3 + [GroupKind.ATTENTION]
     assert [g.scratch_slots for g in layout.groups] == [2, 2, 2, 0]
-    assert layout.has_state
     assert len(memory) == 1
     assert memory[0].address == tensors["layers.0.gdn"].untyped_storage().data_ptr()
     assert memory[0].size_bytes == memory[0].storage.nbytes == layout.region_sizes_bytes[0]

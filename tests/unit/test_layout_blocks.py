@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stateferry.errors import LayoutError
-from stateferry.layout.blocks import concatenate, merge, needed_blocks, pair, split_large
+from stateferry.layout.blocks import concatenate, merge, needed_blocks, pair
 from stateferry.layout.spec import Group, GroupKind, LayerCache, Pieces
 
 
@@ -60,7 +60,7 @@ def test_merge_joins_only_what_is_adjacent_on_both_sides() -> None:
     assert merged.total_bytes == value.total_bytes
 
 
-def test_merge_and_split_keep_every_byte() -> None:
+def test_merging_keeps_every_byte() -> None:
     rng = random.Random(5)
     for _ in range(50):
         lengths = [rng.randint(1, 6) for _ in range(12)]
@@ -74,29 +74,13 @@ def test_merge_and_split_keep_every_byte() -> None:
             made.append((lr, lo, rr, ro, size))
         rng.shuffle(made)
         value = pieces(*made)
-        for reworked in (merge(value), split_large(value, 2), merge(split_large(value, 3))):
-            assert copied(reworked) == copied(value)
-            assert reworked.total_bytes == value.total_bytes
-        assert int(split_large(value, 2).sizes.max()) <= 2
-
-
-def test_split_keeps_the_order() -> None:
-    cut = split_large(pieces((0, 100, 0, 200, 5), (0, 0, 0, 50, 2)), 2)
-    assert rows(cut) == [
-        (0, 100, 0, 200, 2),
-        (0, 102, 0, 202, 2),
-        (0, 104, 0, 204, 1),
-        (0, 0, 0, 50, 2),
-    ]
-    small = pieces((0, 0, 0, 0, 2))
-    assert split_large(small, 2) is small
-    with pytest.raises(ValueError, match="max_piece_bytes must be at least 1"):
-        split_large(small, 0)
+        assert copied(merge(value)) == copied(value)
+        assert merge(value).total_bytes == value.total_bytes
 
 
 def test_nothing_stays_nothing() -> None:
     empty = concatenate([])
-    assert len(empty) == len(merge(empty)) == len(split_large(empty, 1)) == 0
+    assert len(empty) == len(merge(empty)) == 0
     assert rows(concatenate([pieces((0, 1, 0, 2, 3)), empty, pieces((1, 1, 1, 1, 1))])) == [
         (0, 1, 0, 2, 3),
         (1, 1, 1, 1, 1),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stateferry.errors import LayoutError
-from stateferry.layout.blocks import concatenate, merge, needed_blocks, split_large, take
+from stateferry.layout.blocks import concatenate, merge, needed_blocks, take
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.reference import faults, meanings, positions_needed, units_held
 from stateferry.layout.shard import intervals, producer_ranks_to_read
@@ -98,9 +98,7 @@ def test_every_destination_byte_is_written_once_and_right(
     assert sum(p.total_bytes for p in reads.values()) == len(meanings(consumer, 0, local))
     needed = {p.tp_rank for p in producers if len(reads[p.tp_rank])}
     assert set(producer_ranks_to_read(consumer, theirs)) == needed
-    reworked = {
-        r: split_large(merge(concatenate([take(p, np.arange(len(p))[::-1])])), 3) for r, p in reads.items()
-    }
+    reworked = {r: merge(concatenate([take(p, np.arange(len(p))[::-1])])) for r, p in reads.items()}
     assert faults(consumer, producers, 0, local, remote, reworked) == []
     for producer in producers:
         plan = make_plan(consumer, producer, merge=merged)

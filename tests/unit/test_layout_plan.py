@@ -135,8 +135,6 @@ def test_no_blocks_no_pieces() -> None:
 def test_group_kept_out_of_transfer_has_no_strips() -> None:
     layout = changed(HYBRID.layout(0, 1), transfers=False, layers=())
     assert make_plan(layout, layout).group_bytes(0) == 0
-    assert not layout.has_state
-    assert HYBRID.layout(0, 1).has_state
     assert producer_ranks_to_read(layout, 2) == ()
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on pieces (merge, cut, join) and on block positions (which, and which pairs with which)."""
+"""Arithmetic on pieces (merge, join) and on block positions (which, and which pairs with which)."""
 
 from collections.abc import Sequence
 
@@ -67,26 +67,6 @@ def concatenate(parts: Sequence[Pieces]) -> Pieces:
         remote_regions=np.concatenate([empty, *(p.remote_regions for p in parts)]),
         remote_offsets=np.concatenate([empty, *(p.remote_offsets for p in parts)]),
         sizes=np.concatenate([empty, *(p.sizes for p in parts)]),
-    )
-
-
-def split_large(pieces: Pieces, max_piece_bytes: int) -> Pieces:
-    """The same bytes in the same order, no piece larger than `max_piece_bytes`."""
-    if max_piece_bytes < 1:
-        raise ValueError(f"max_piece_bytes must be at least 1, not {max_piece_bytes}")
-    if not len(pieces) or int(pieces.sizes.max()) <= max_piece_bytes:
-        return pieces
-    counts = np.maximum(1, -(-pieces.sizes // max_piece_bytes))
-    source = np.repeat(np.arange(len(pieces)), counts)
-    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
-    skipped = number * max_piece_bytes
-    cut = take(pieces, source)
-    return Pieces(
-        local_regions=cut.local_regions,
-        local_offsets=cut.local_offsets + skipped,
-        remote_regions=cut.remote_regions,
-        remote_offsets=cut.remote_offsets + skipped,
-        sizes=np.minimum(cut.sizes - skipped, max_piece_bytes),
     )
 
 

@@ -132,11 +132,6 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Everything else that must be equal on both sides, as text: model identity, versions,
     attention backend, cache layout, convolution layout … Compared field by field."""
 
-    @property
-    def has_state(self) -> bool:
-        """Whether any transferring group is recurrent."""
-        return any(g.kind is GroupKind.STATE and g.transfers for g in self.groups)
-
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
