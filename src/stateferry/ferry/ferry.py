@@ -29,7 +29,7 @@ class Ferry:
         self._desk = Desk()
         self._key: ControlKey | None = None
         self._started = threading.Event()
-        self._start_error: Exception | None = None
+        self._start_error: BaseException | None = None
         self._loop: Loop | None = None
         """Set once it runs."""
         self._thread = threading.Thread(target=self._run, name="stateferry", daemon=True)
@@ -128,7 +128,7 @@ class Ferry:
     def _run(self) -> None:
         try:
             loop = Loop(self._setup, self._desk, self._key)
-        except Exception as e:  # whatever it is, `start` must not wait for ever
+        except BaseException as e:  # whatever it is, `start` must not wait for ever
             self._start_error = e
             self._started.set()
             return
