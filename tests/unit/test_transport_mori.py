@@ -12,9 +12,9 @@ import pytest
 from tests.unit.mori_pair import SOME, Pair
 from tests.unit.mori_scenarios import SCENARIOS
 
-from stateferry.errors import ProtocolError, TransportError, TransportUnavailable
+from stateferry.errors import ProtocolError, TransportError, TransportTimeout, TransportUnavailable
 from stateferry.testing.mori_double import MoriDouble
-from stateferry.testing.mori_world import World
+from stateferry.testing.mori_world import Behaviour, Kind, World
 from stateferry.testing.transport_reads import pieces
 from stateferry.testing.transport_rigs import Buffer, content, regions_of
 from stateferry.transport import (
@@ -289,3 +289,10 @@ def test_a_device_that_fails_fails_the_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the device failed: HIP error" in transfer.error
     with pytest.raises(TransportUnavailable, match="HIP error"):
         pair.reader.connect(pair.registration, 1.0)
+
+
+def test_a_connection_that_nobody_answers_says_which_setting_it_waited_for() -> None:
+    pair = Pair()
+    pair.world.cookie_script.append(Behaviour(Kind.NEVER))
+    with pytest.raises(TransportTimeout, match=r"timed out after 0.3 s \(handshake_timeout_s\)"):
+        pair.reader.connect(pair.registration, 0.3)

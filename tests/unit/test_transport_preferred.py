@@ -28,6 +28,13 @@ class Unable(MemoryTransport):
         raise TransportUnavailable("unable: memory of this kind cannot be exported")
 
 
+class Refusing(MemoryTransport):
+    """Cannot register either."""
+
+    def register(self, regions: Sequence[MemoryRegion]) -> bytes:
+        raise TransportError("refusing: no memory can be pinned")
+
+
 def missing() -> Transport:
     raise TransportUnavailable("missing: its library is not installed")
 
@@ -109,7 +116,11 @@ def test_the_preferred_one_is_used_where_it_can_be() -> None:
 def test_where_nothing_is_left_every_reason_is_told() -> None:
     with pytest.raises(TransportUnavailable, match="missing: its library"):
         PreferredTransport({"missing": missing})
-    with preferred(a=Unable, b=Unable) as transport, pytest.raises(TransportError, match="unable"):
+    makers = {"missing": missing, "unable": Unable, "other": Refusing}
+    with (
+        PreferredTransport(makers) as transport,
+        pytest.raises(TransportError, match=r"missing: .*unable: .*refusing: "),
+    ):
         transport.register(Local((64,)).regions())
     with preferred(shy=Shy, other=Shy) as transport, preferred(shy=Shy, third=MemoryTransport) as peer:
         transport.register(Local((64,)).regions())

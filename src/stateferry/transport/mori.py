@@ -251,7 +251,8 @@ class MoriTransport(Transport):
                     raise TransportTimeout(check.request.error)
                 self._pause(LONGEST_PAUSE_S)
                 check = CookieCheck(link, landing)
-            self.waiter.wait([check.request], deadline_s - self.engine.clock())
+            left_s = deadline_s - self.engine.clock()
+            self.waiter.wait([check.request], left_s, "handshake_timeout_s")
             return check.wrong()
         finally:
             link.cookies.give(landing)

@@ -36,8 +36,10 @@ class Waiter:
         self._sliced = engine.backend is MoriBackend.XGMI
         logger.info("mori: %s", "waits with wait_all" if self.native else "no wait_all; looks every ms")
 
-    def wait(self, requests: Sequence[Request], timeout_s: float) -> None:
-        """Wait until all are done. An empty list is, at once.
+    def wait(
+        self, requests: Sequence[Request], timeout_s: float, setting: str = "transfer_timeout_s"
+    ) -> None:
+        """Wait until all are done. An empty list is, at once. `setting` is where `timeout_s` comes from.
 
         Raises TransportError when one failed, without waiting for the others where MoRI lets us;
         TransportTimeout when one is still pending after `timeout_s`. Both say which.
@@ -63,9 +65,9 @@ class Waiter:
             if not self._sliced and verdict(requests) is Verdict.PENDING:
                 # It may come back early for a request that has not begun; there is no other sign of that.
                 self._pause(POLL_S)
-        self._judge(requests, timeout_s, code)
+        self._judge(requests, f"{timeout_s:g} s ({setting})", code)
 
-    def _judge(self, requests: Sequence[Request], timeout_s: float, code: object) -> None:
+    def _judge(self, requests: Sequence[Request], waited: str, code: object) -> None:
         outcome = verdict(requests)
         if outcome is Verdict.DONE:
             return
@@ -75,6 +77,4 @@ class Waiter:
         head = f"mori: {len(failed)}/{len(requests)} requests failed"
         if failed:
             raise TransportError(f"{head}: {'; '.join(failed)}{answer}")
-        raise TransportTimeout(
-            f"{head}, {pending} timed out after {timeout_s:g} s (transfer_timeout_s){answer}"
-        )
+        raise TransportTimeout(f"{head}, {pending} timed out after {waited}{answer}")

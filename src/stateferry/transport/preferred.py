@@ -53,9 +53,9 @@ class PreferredTransport(Transport):
             except TransportClosed:
                 raise
             except TransportError as e:
-                if len(self._transports) == 1:
-                    raise
                 self._leave_out(name, e)
+                if len(self._transports) == 1:
+                    raise type(e)(self._reasons()) from e
                 transport.close()
                 del self._transports[name]
         return msgspec.msgpack.encode(_Registrations(registrations))
