@@ -120,9 +120,11 @@ class Answers:
         for request_id in list(link.requests):
             handoff = self._open.handoffs[request_id]
             rank = rank_of(link, handoff)
+            if rank not in handoff.leases:
+                continue  # another request's claim on the same offer was granted
             if handoff.offer.transfer_id in held:
                 handoff.renewed(rank, sent_s, answer.lease_s)
                 self._links.tally.add("stateferry_renewals", "consumer")
-            elif handoff.offer.transfer_id in lost and rank in handoff.leases:
+            elif handoff.offer.transfer_id in lost:
                 reason = f"producer rank {rank} does not hold transfer {shown(handoff.offer.transfer_id)}"
                 self._open.fail(handoff, reason, Cause.LEASE)

@@ -1,4 +1,6 @@
-"""Where time comes from. Nothing else in this package reads a clock, so tests run on their own time."""
+"""Where the ferry's time comes from: leases and deadlines are counted on it, so tests run on their own time.
+
+Transports that wait for their library count with clocks of their own, which tests replace, too."""
 
 import time
 from typing import Protocol

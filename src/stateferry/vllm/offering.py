@@ -164,7 +164,6 @@ class Offering:
             ranks=self._ranks,
         )
         params = self._dialect.write(offer, request.kv_transfer_params)
-        self._granted.add(request.request_id)
         self._grants.append(
             Grant(
                 offer.request_id,
@@ -177,6 +176,7 @@ class Offering:
                 msgspec.msgpack.encode(params) if promised is not None else b"",
             )
         )
+        self._granted.add(request.request_id)
         return True, params
 
     def _withdraw(self, promised: TransferId | None, reason: str) -> None:

@@ -127,7 +127,7 @@ class Renewal(_Message, tag="renewal", frozen=True, kw_only=True):
 
 
 class RenewalAnswer(_Message, tag="renewal_answer", frozen=True, kw_only=True):
-    """Which of them are still held for the asker. What is in neither list counts as lost."""
+    """Which of them are still held for the asker. What is in neither list keeps the lease that it has."""
 
     sequence: Sequence
     held: TransferIds
