@@ -14,10 +14,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from stateferry.session import Report, VirtualClock
+from stateferry.ids import RequestId, TransferId
+from stateferry.session import Outcome, Report, VirtualClock
 from stateferry.telemetry import METRICS, TOLD, MetricKind
 from stateferry.vllm import stats as vllm_stats
 from stateferry.vllm.connector import StateFerryConnector
+from stateferry.vllm.metadata import StateFerryWorkerMetadata
 from stateferry.vllm.numbers import Numbers
 from stateferry.vllm.stats import StateFerryPromMetrics, StateFerryStats
 
@@ -315,6 +317,26 @@ def told_times(every_s: float, steps: int) -> list[float]:
             found.append(stats.data[TOLD][""])
         clock.advance(every_s)
     return found
+
+
+def test_a_rank_that_reports_nothing_any_more_does_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: with one rank's ferry dead, each request left its other rank's report behind for ever."""
+    monkeypatch.setattr("stateferry.vllm.numbers.MAX_PARTIAL", 3)
+    numbers = Numbers((), 2, VirtualClock())
+
+    def ended(request: str) -> None:
+        report = Report(RequestId(request), TransferId("0" * 32), Outcome.ABANDONED)
+        numbers.heard(StateFerryWorkerMetadata(reports=(report,)))
+
+    for number in range(10):
+        ended(f"r{number}")
+    assert len(numbers._reports) == 3
+    ended("r9")
+    stats = numbers.take(0)
+    assert stats is not None
+    assert stats.data["stateferry_handoffs"] == {"abandoned": 1}, "one that both ranks have ended"
 
 
 def test_an_engine_that_takes_steps_says_so_now_and_then() -> None:

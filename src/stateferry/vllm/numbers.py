@@ -1,5 +1,6 @@
 """Numbers of a scheduler half: what happened over all ranks, and how things stand. For vLLM's `/metrics`."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from stateferry.ids import RequestId
@@ -13,6 +14,10 @@ TELL_S = 5.0
 """An engine that takes steps says so every so often, though nothing else may have changed: so an engine that
 is busy can be told from one that hangs."""
 
+MAX_PARTIAL = 8192
+"""Hand-offs that wait for some ranks' reports. A rank whose ferry ended reports none of those that it never
+loaded, so the oldest are forgotten, and not counted."""
+
 
 class Numbers:
     """Engine core's thread."""
@@ -22,7 +27,7 @@ class Numbers:
         self._clock = clock
         self._tp_size = tp_size
         self._stats = StateFerryStats()
-        self._reports: dict[RequestId, list[Report]] = {}
+        self._reports: OrderedDict[RequestId, list[Report]] = OrderedDict()
         """Of hand-offs that some ranks have ended and others not."""
         self._levels: dict[int, dict[Key, int]] = {}
         """How things stand, by rank."""
@@ -42,6 +47,8 @@ class Numbers:
             so_far.append(report)
             if len(so_far) == self._tp_size:
                 record_handoff(self._stats, self._groups, self._reports.pop(report.request_id))
+        while len(self._reports) > MAX_PARTIAL:
+            self._reports.popitem(last=False)
         if news.levels:
             self._levels |= news.levels
             keys = {key for levels in self._levels.values() for key in levels}
