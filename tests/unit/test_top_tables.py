@@ -12,7 +12,14 @@ from rich.text import Text
 
 from stateferry.cli import top_tables
 from stateferry.cli.columns import Column, Fitted, shortened
-from stateferry.cli.top_tables import engine_table, failure_table, silent_table, slow_table
+from stateferry.cli.top_tables import (
+    LOOK_AT,
+    engine_table,
+    failure_table,
+    silent_table,
+    slow_table,
+    trouble_table,
+)
 from stateferry.watch import Figures, Found, figures_of, read_page
 
 PAGES = Path(__file__).parents[1] / "pages"
@@ -109,6 +116,24 @@ def test_peers_that_hang_are_trouble() -> None:
     f = dataclasses.replace(f, peers={**f.peers, "silent": 2})
     (line,) = body(shown(engine_table([Found(f.url)], [f], {}), 200))
     assert line.endswith("2 silent peers")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_trouble_has_a_line_that_says_where_to_look(seen: list[Figures], width: int) -> None:
+    """Symptom: however wide the terminal, all but the first was cut off."""
+    well, ill = seen
+    assert trouble_table([well]) is None
+    ill = dataclasses.replace(
+        ill, running=1, told_s_ago=300.0, quarantined=1, refusals={"epoch": 4, "dtype": 1}
+    )
+    ill = dataclasses.replace(ill, refused_offers=2, grants={"expired": 5}, peers={"silent": 2})
+    lines = shown(trouble_table([well, ill]), width)
+    assert max(map(len, lines)) <= width
+    words = "\n".join(lines)
+    for what in ("no step for 5 min", "2 silent peers", "12 retries", "3 lease losses", "5 grants expired"):
+        assert f" {what} " in f"{words} "
+    rows = [line.split("  ")[-1].strip() for line in body(shown(trouble_table([ill]), 200))]
+    assert sorted(rows) == sorted(LOOK_AT.values())
 
 
 @pytest.mark.parametrize("width", WIDTHS)

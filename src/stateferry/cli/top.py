@@ -10,7 +10,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from stateferry.cli.top_tables import engine_table, failure_table, silent_table, slow_table
+from stateferry.cli.top_tables import engine_table, failure_table, silent_table, slow_table, trouble_table
 from stateferry.errors import ConfigError, EngineError
 from stateferry.watch import Engines, Figures, Found, discover
 
@@ -99,6 +99,7 @@ def _shown(engines: Sequence[Found], figures: Sequence[Figures], silent: Mapping
     tables = [
         engine_table(engines, figures, silent),
         silent_table(silent),
+        trouble_table(figures),
         failure_table(figures, now_unix_s),
         slow_table(figures, now_unix_s),
     ]

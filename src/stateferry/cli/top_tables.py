@@ -45,6 +45,19 @@ SLOW = (
     Column("trace", 6, least=32),
 )
 SILENT = (ENGINE, Column("why", 2, least=24, wraps=True))
+TROUBLE = (ENGINE, Column("trouble", 2, least=18, wraps=True), Column("look at", 3, least=24, wraps=True))
+LOOK_AT = {
+    "no step": "it hangs, or one step takes so long: its log, and the process VLLM::EngineCore",
+    "silent peers": "prefill engines that hang: its log says which, and since when (has not answered since)",
+    "in quarantine": "reads that neither end nor stop, whose blocks are out of use: docs/operations.md",
+    "lease losses": "engines that died, or lease_s shorter than what requests wait for a free slot",
+    "grants expired": "clients that left between the legs, a router that loses the second one, dead engines",
+    "offers refused": "a router that changes prompts or uses an offer twice: its log has the reason",
+    "retries": "the network or device: requests are slower, and right",
+    "do not fit: epoch": "nothing, where an engine was restarted: others knew its former life",
+    "do not fit": "engines with other flags, models or versions: stateferry doctor says what to change",
+}
+"""How a trouble's name begins, and where to look; the first that fits."""
 
 
 def engine_table(engines: Sequence[Found], figures: Sequence[Figures], silent: Mapping[str, str]) -> Fitted:
@@ -115,6 +128,22 @@ def slow_table(figures: Sequence[Figures], now_unix_s: float) -> Fitted | None:
     return Fitted("Slowest hand-offs", SLOW, rows) if rows else None
 
 
+def trouble_table(figures: Sequence[Figures]) -> Fitted | None:
+    """What an operator should look into, and where; None: nothing. A line each: the table of engines has no
+    room for all."""
+    rows = []
+    for f in figures:
+        found = {name: f"{count} {name}" for name, count in troubles(f).items() if count}
+        if said := no_step(f):
+            found = {"no step": said} | found
+        rows += [[Text(place(f)), Text(what), Text(_where_to_look(name))] for name, what in found.items()]
+    return Fitted("Trouble, since the start of each engine", TROUBLE, rows) if rows else None
+
+
+def _where_to_look(name: str) -> str:
+    return next(where for begins, where in LOOK_AT.items() if name.startswith(begins))
+
+
 def silent_table(silent: Mapping[str, str]) -> Fitted | None:
     """Why engines do not answer; None: all do. A table of its own, for this is long and terminals are not."""
     rows = [[Text(address(url)), Text(" ".join(why.split()))] for url, why in silent.items()]
@@ -172,14 +201,18 @@ def listed(counts: Mapping[str, int]) -> str:
 
 def trouble(f: Figures) -> str:
     """What an operator should look into."""
-    found = at_present(f) | {
+    return ", ".join(filter(None, (no_step(f), listed(troubles(f))))) or "-"
+
+
+def troubles(f: Figures) -> dict[str, int]:
+    """How often there was something to look into, by its name in `LOOK_AT`."""
+    return at_present(f) | {
         "lease losses": f.lease_losses,
         "grants expired": f.grants.get("expired", 0),
         "offers refused": f.refused_offers,
         "retries": f.retries,
         **{f"do not fit: {field}": count for field, count in f.refusals.items()},
     }
-    return ", ".join(filter(None, (no_step(f), listed(found)))) or "-"
 
 
 def no_step(f: Figures) -> str:
