@@ -3,7 +3,7 @@
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -171,6 +171,33 @@ def test_no_server_is_an_error_without_a_status(client: Client) -> None:
     with pytest.raises(AnswerError, match="did not answer") as caught:
         client.complete("http://127.0.0.1:9", "x")
     assert caught.value.status == 0
+
+
+@pytest.mark.parametrize("text", ["<html>Log in</html>", "[]", "null", '{"choices": [1]}'])
+def test_a_page_of_another_server_is_an_error_and_no_traceback(text: str, fake: Fake, client: Client) -> None:
+    asks: list[Callable[[], object]] = [
+        lambda: client.complete(fake.url, "x"),
+        lambda: client.models(fake.url),
+        lambda: client.reset_prefix_cache(fake.url),
+    ]
+    for ask in asks[: 2 if text.startswith("{") else None]:
+        fake.will(text)
+        with pytest.raises(AnswerError, match="does not answer like a vLLM server") as caught:
+            ask()
+        assert caught.value.status == 0, "nothing that an engine said of a request"
+
+
+def test_a_stream_of_another_server_is_an_error_and_no_traceback(fake: Fake, client: Client) -> None:
+    fake.will("data: <html>\n\n")
+    with pytest.raises(AnswerError, match="does not answer like a vLLM server"):
+        client.complete(fake.url, "x", stream=True)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:port"])
+def test_a_url_that_is_none_is_an_error_and_no_traceback(url: str, client: Client) -> None:
+    for ask in (lambda: client.complete(url, "x"), lambda: client.metrics(url)):
+        with pytest.raises(AnswerError, match="did not answer: Invalid"):
+            ask()
 
 
 def test_resetting_the_prefix_cache_waits_for_held_blocks(fake: Fake, client: Client) -> None:

@@ -215,6 +215,13 @@ def test_a_router_that_says_nothing_useful_is_named(answer: object) -> None:
         discover(router)
 
 
+def test_urls_that_are_none_are_named_like_engines_that_are_silent() -> None:
+    with pytest.raises(EngineError, match="does not say which engines it has"):
+        discover("http://[::1")
+    with Engines([Found("http://engine:port")]) as engines:
+        assert "Invalid port" in engines.look(0.0)[1]["http://engine:port"]
+
+
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run("top", *arguments)
 

@@ -169,7 +169,7 @@ def _refused(url: str, seeds: Sequence[int], tokens: int, interval_s: float) -> 
                 headers = {"Content-Type": "application/json"}
                 try:
                     answer = await client.post(f"{url}/v1/completions", content=body, headers=headers)
-                except httpx.HTTPError as e:
+                except (httpx.HTTPError, httpx.InvalidURL) as e:
                     return f"{url}: {str(e) or type(e).__name__}"
                 told = answer.text[:300]
                 return "" if answer.status_code == 400 else f"{url}: not refused: {answer.status_code} {told}"

@@ -101,7 +101,7 @@ class Streams:
                 prefill, where = where
                 params = await self._timed_prefill(prefill, prompt, headers, PREFILL_PARAMS, answer)
             await self._stream(where, prompt, max_tokens, params, headers, answer, on_token)
-        except (httpx.HTTPError, ValueError, _AnswerError) as e:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, _AnswerError) as e:
             answer.error = f"{where}: {str(e) or type(e).__name__}"[:500]
         return answer
 
@@ -109,7 +109,7 @@ class Streams:
         """The prefill leg alone: what the decode leg must be given, or None and what went wrong."""
         try:
             return await self._prefill(url, prompt, None, PREFILL_PARAMS), ""
-        except (httpx.HTTPError, ValueError, _AnswerError) as e:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, _AnswerError) as e:
             return None, f"{url}: {str(e) or type(e).__name__}"[:500]
 
     async def _timed_prefill(

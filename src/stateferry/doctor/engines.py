@@ -66,10 +66,10 @@ def why_not_told(query: str, ranks: Sequence[RankAddress], timeout_s: float = QU
     """
     cure = "Routers that send both legs at once ask there; others do not need it"
     try:
-        answer = httpx.get(query, timeout=timeout_s)
+        answer = httpx.get(query, timeout=timeout_s, trust_env=False)
         told = answer.raise_for_status().json()
         places = {entry["engine_id"].rpartition("@")[2] for entry in told.values()}
-    except (httpx.HTTPError, ValueError, AttributeError, TypeError, KeyError) as e:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError, TypeError, KeyError) as e:
         return f"{query} does not answer as it should ({type(e).__name__}: {e}). {cure}."
     first = engine_place("", ranks[0]).removeprefix("@")
     return (

@@ -125,7 +125,7 @@ def served(url: str) -> tuple[str, int]:
         answer = httpx.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
         model = answer.raise_for_status().json()["data"][0]
         return str(model["id"]), int(model["max_model_len"])
-    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as e:
+    except (httpx.HTTPError, httpx.InvalidURL, KeyError, IndexError, TypeError, ValueError) as e:
         raise EngineError(f"{url} does not answer like a vLLM server: {str(e) or type(e).__name__}") from e
 
 

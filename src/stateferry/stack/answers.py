@@ -16,7 +16,8 @@ KvParams = dict[str, Any]
 class AnswerError(EngineError):
     """An engine or router answered with an error, or not at all.
 
-    `status` is the HTTP status; 0 where there was no answer. 200: the engine gave the request up.
+    `status` is the HTTP status; 0 where there was no answer, or none of vLLM's. 200: the engine gave the
+    request up.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:

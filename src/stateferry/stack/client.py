@@ -31,6 +31,9 @@ PREFILL_PARAMS: Mapping[str, Any] = {
 }
 """What a router sends to the prefill engine."""
 
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading an answer raises that is not vLLM's."""
+
 
 class Client:
     """Talks to any number of servers. Thread-safe."""
@@ -88,11 +91,13 @@ class Client:
                 if stream:
                     return join_events(events(response), start, url)
                 answer = json.loads(response.read())
+                return completion([answer], time.monotonic() - start, None, url)
         except httpx.TimeoutException as e:
             raise AnswerError(f"{url} did not answer within its time ({str(e) or type(e).__name__})") from e
-        except httpx.HTTPError as e:
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise AnswerError(f"{url} did not answer: {str(e) or type(e).__name__}") from e
-        return completion([answer], time.monotonic() - start, None, url)
+        except UNREADABLE as e:
+            raise _unlike_vllm(url, e) from e
 
     def handoff(
         self,
@@ -163,9 +168,12 @@ class Client:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            answer = self._post(f"{url}/reset_prefix_cache").json()
-            if answer.get("success", True):
-                return
+            response = self._post(f"{url}/reset_prefix_cache")
+            try:
+                if response.json().get("success", True):
+                    return
+            except UNREADABLE as e:
+                raise _unlike_vllm(url, e) from e
             if time.monotonic() > deadline:
                 raise AnswerError(
                     f"{url} still holds KV blocks after {timeout_s:.0f} s; cache not reset", 200
@@ -173,8 +181,12 @@ class Client:
             time.sleep(0.02)
 
     def models(self, url: str) -> list[str]:
-        """The names that a server answers to."""
-        return [str(entry["id"]) for entry in self._get(f"{url}/v1/models").json()["data"]]
+        """The names that a server answers to. Raises AnswerError."""
+        response = self._get(f"{url}/v1/models")
+        try:
+            return [str(entry["id"]) for entry in response.json()["data"]]
+        except UNREADABLE as e:
+            raise _unlike_vllm(url, e) from e
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -200,8 +212,13 @@ class Client:
     def _checked(self, method: str, url: str) -> httpx.Response:
         try:
             response = self._http.request(method, url)
-        except httpx.HTTPError as e:
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise AnswerError(f"{url} did not answer: {str(e) or type(e).__name__}") from e
         if response.status_code != 200:
             raise AnswerError(f"{url} answered HTTP {response.status_code}", response.status_code)
         return response
+
+
+def _unlike_vllm(url: str, error: Exception) -> AnswerError:
+    """It answered, and said nothing: status 0, as if it had not."""
+    return AnswerError(f"{url} does not answer like a vLLM server: {error!r}")

@@ -42,7 +42,7 @@ def discover(router_url: str, timeout_s: float = 5.0) -> list[Found]:
             if answer.status_code == 200:
                 return _engines(answer.json())
             said = f"HTTP {answer.status_code} at {path}"
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError) as e:
             said = f"{type(e).__name__} at {path}: {e}"
     raise EngineError(
         f"{url} does not say which engines it has ({said}). It should be a vllm-router; for another one, "
@@ -107,7 +107,7 @@ class Engines:
                     continue
                 openmetrics = answer.headers.get("content-type", "").startswith(OPENMETRICS)
                 page = read_page(answer.text, engine.url, now_s, openmetrics, _date(answer))
-            except (httpx.HTTPError, ValueError) as e:
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as e:
                 said = f"{type(e).__name__}: {e}"
                 continue
             if any(snapshot.ours for snapshot in page):
