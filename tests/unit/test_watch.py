@@ -333,6 +333,24 @@ def test_live_it_draws_again_and_again_and_leaves_the_terminal_as_it_was(
     assert decode.partition("://")[2].encode() in row, "an engine has no name"
 
 
+def test_live_without_a_terminal_it_prints_each_look(interrupts: None) -> None:
+    """Symptom: into a file or a pipe it printed nothing until Ctrl-C."""
+    code = "from stateferry.cli.main import main; main()"
+    with server(engine("decode_after.txt")) as decode:
+        command = [sys.executable, "-c", code, "top", decode, "--every", "0.1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            seen = read_until(process.stdout.fileno(), lambda seen: seen.count(b"Slowest") >= 2)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+            process.communicate()
+    assert b"\x1b" not in seen
+
+
 def read_until(descriptor: int, enough: Callable[[bytes], bool]) -> bytes:
     """What a terminal shows, until there is enough or its program has ended."""
     seen = b""

@@ -41,7 +41,8 @@ def top(
     cause and each step of time; docs/metrics.md says when there are none. Median and 95 % are bounds: a page
     says how many hand-offs took at most 5 ms, 10 ms, 20 ms and so on, and nothing in between.
 
-    A narrow terminal shows the most important columns, and names the others; --json has everything.
+    A narrow terminal shows the most important columns, and names the others; --json has everything. Without
+    a terminal, each look is printed below the one before.
 
     Exit codes: 0 all right · 2 bad arguments · 3 an engine did not answer (with --once, and what the others
     said is printed all the same; without, it is shown and asked again), or the router does not say which
@@ -57,7 +58,7 @@ def top(
         if not engine.url.startswith(("http://", "https://")):
             raise ConfigError(f"{engine.url!r} is no URL of an engine; expected http://HOST:PORT")
     with Engines(engines) as looked_at:
-        if once or json_output:
+        if once or json_output or not Console().is_terminal:
             _print(looked_at, every, once, json_output)
         else:
             _watch(looked_at, every)
@@ -81,7 +82,7 @@ def _print(engines: Engines, every_s: float, once: bool, json_output: bool) -> N
 
 
 def _watch(engines: Engines, every_s: float) -> None:
-    with Live(Group(), auto_refresh=False, screen=Console().is_terminal) as live:
+    with Live(Group(), auto_refresh=False, screen=True) as live:
         while True:
             live.update(_shown(engines.engines, *engines.look(time.monotonic())), refresh=True)
             threading.Event().wait(every_s)
