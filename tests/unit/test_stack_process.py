@@ -237,6 +237,27 @@ def test_a_taken_port_is_answered_with_another_try(stack: Stack, tmp_path: Path)
     assert "Address already in use" in (tmp_path / "fake.1.log").read_text()
 
 
+def test_who_found_its_port_taken_is_forgotten_with_all_it_started(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: at the end the helper signalled whoever had its pid by then."""
+    told: list[str] = []
+    monkeypatch.setattr(stack._guardian, "_tell", told.append)
+    marker = tmp_path / "tried"
+    before = (
+        f"marker = {str(marker)!r}\n"
+        "if not os.path.exists(marker):\n"
+        "    open(marker, 'w').close()\n"
+        "    subprocess.Popen(['sleep', '600'])\n"
+        "    sys.exit('OSError: [Errno 98] Address already in use')"
+    )
+    server = started(stack, tmp_path, before=before)
+    first = server.pid
+    stack.wait_ready(PATIENCE_S)
+    assert told == [f"+{first}\n", f"-{first}\n", f"+{server.pid}\n"]
+    assert not session_members(first)
+
+
 def test_a_port_that_stays_taken_is_an_error_at_last(stack: Stack, tmp_path: Path) -> None:
     started(stack, tmp_path, before="sys.exit('Address already in use')")
     with pytest.raises(EngineError, match="Address already in use"):
@@ -248,9 +269,10 @@ def test_temporary_logs_are_kept_only_when_they_explain_something() -> None:
         kept = stack.log_folder
     assert not kept.exists()
     failed = Stack()
-    with pytest.raises(EngineError), failed:
+    with pytest.raises(EngineError) as caught, failed:
         raise EngineError("it died")
     assert failed.log_folder.exists()
+    assert caught.value.__notes__ == [f"Logs are in {failed.log_folder}"]
     failed.log_folder.rmdir()
 
 

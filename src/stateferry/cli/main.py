@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _fail(error: Exception, code: int) -> None:
-    print(f"stateferry: {error}", file=sys.stderr)
+    print("\n".join([f"stateferry: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     raise SystemExit(code)
 
 

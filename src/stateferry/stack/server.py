@@ -11,7 +11,7 @@ import httpx
 from stateferry.errors import EngineError
 from stateferry.stack import logs
 from stateferry.stack.ports import HOST, HeldPort
-from stateferry.stack.process import Child
+from stateferry.stack.process import Child, end_all
 
 START_TIMEOUT_S = 600.0
 """What servers get to start: ten times what two engines take on a quiet machine with two cores."""
@@ -112,26 +112,29 @@ class Server(ABC):
         elif now - self._failed_since > GIVEN_UP_S:
             raise EngineError(f"{self.name} failed to start, and hangs.\n{logs.explain(self.log_path)}")
 
-    def _relaunch_if_port_taken(self) -> bool:
+    def _relaunch_if_port_taken(self) -> Child | None:
+        """The child that found the port taken, gone with everything under it, if another one was started."""
         taken = any(words in self.log_tail(60).lower() for words in PORT_TAKEN)
         if self.running or self._attempt >= ATTEMPTS or not taken:
-            return False
+            return None
+        before = self.child
+        end_all([before])
         self.release_ports()
         self.log_path.rename(self.log_path.with_suffix(f".{self._attempt}.log"))
         self._launch()
-        return True
+        return before
 
 
 def wait_all_ready(
     servers: Sequence[Server],
     timeout_s: float,
     progress: ProgressCallback | None = None,
-    relaunched: Callable[[Server], None] | None = None,
+    relaunched: Callable[[Server, Child], None] | None = None,
 ) -> None:
     """Wait until every server answers `/health`.
 
     `progress` is called for each about twice a second and once when it is ready. A server whose port
-    was taken by others is started again on another one; `relaunched` is told.
+    was taken by others is started again on another one; `relaunched` is told, and which child is gone.
 
     Raises EngineError when one ends or `timeout_s` passes; nothing is stopped here.
     """
@@ -142,9 +145,9 @@ def wait_all_ready(
         while waiting:
             for server in list(waiting):
                 if not server.running:
-                    if server._relaunch_if_port_taken():
+                    if (before := server._relaunch_if_port_taken()) is not None:
                         if relaunched is not None:
-                            relaunched(server)
+                            relaunched(server, before)
                         continue
                     server.check_alive()
                 server.ready = _healthy(client, server.url)

@@ -11,7 +11,7 @@ from typing import Self
 from stateferry.errors import EngineError
 from stateferry.stack.engine import Engine, EngineSpec
 from stateferry.stack.guard import GRACE_S
-from stateferry.stack.process import Guardian, end_all
+from stateferry.stack.process import Child, Guardian, end_all
 from stateferry.stack.router import Router
 from stateferry.stack.server import START_TIMEOUT_S, ProgressCallback, Server, wait_all_ready
 
@@ -81,7 +81,7 @@ class Stack:
 
         Raises EngineError when one ends first or the time is over; the `with` block then ends all.
         """
-        wait_all_ready(self._servers, timeout_s, progress, relaunched=self._watch)
+        wait_all_ready(self._servers, timeout_s, progress, relaunched=self._watch_instead)
 
     def check_alive(self) -> None:
         """Raise EngineError, with the end of the log, if one of the servers has ended."""
@@ -133,11 +133,20 @@ class Stack:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-        if self._temporary and not isinstance(exc, EngineError):
+        if not self._temporary:
+            return
+        if isinstance(exc, EngineError):
+            exc.add_note(f"Logs are in {self.log_folder}")
+        else:
             shutil.rmtree(self.log_folder, ignore_errors=True)
 
     def _watch(self, server: Server) -> None:
         self._guardian.add(server.child)
+
+    def _watch_instead(self, server: Server, before: Child) -> None:
+        """It was started again: the system may give the pid of `before` to somebody else."""
+        self._guardian.remove(before)
+        self._watch(server)
 
     def _log_path(self, name: str) -> Path:
         path = self.log_folder / f"{name}.log"
