@@ -3,9 +3,11 @@
 import json
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from tests.command import run
 from typer.testing import CliRunner
 
 from stateferry.bench import PROMPT_TOKENS
@@ -180,3 +182,17 @@ def test_the_bench_prints_a_result_that_can_be_kept() -> None:
 def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
     printed = CliRunner().invoke(app, ["bench", "transport", "--arm", "pigeon"])
     assert printed.exit_code != 0
+
+
+def test_where_no_transport_works_the_bench_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: 0, and a table of plain copies."""
+
+    @contextmanager
+    def nothing(*_: object) -> Iterator[Bench]:
+        yield Bench(HostMemory(1), Idle(), {}, {"mooncake": "not installed"})  # type: ignore[arg-type]
+
+    monkeypatch.setattr("stateferry.cli.bench_transport.connected", nothing)
+    result = run("bench", "transport", "--tokens", "1024", "--arm", "mooncake")
+    assert result.returncode == 1
+    assert "no transport that was asked for works here: mooncake: not installed" in result.stderr
+    assert result.stdout == ""

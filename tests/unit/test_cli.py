@@ -170,3 +170,10 @@ def test_version_names_what_is_installed() -> None:
     assert versions["stateferry"]
     assert "torch" in versions
     assert f"stateferry {versions['stateferry']}" in run("version").stdout
+
+
+def test_footprint_without_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stateferry.cli.offline.importlib.util.find_spec", lambda name: None)
+    result = run("bench", "footprint")
+    assert result.returncode == 3
+    assert "vLLM is not installed" in result.stderr

@@ -9,6 +9,7 @@ from rich.table import Table
 from stateferry.bench import footprint as open_handoffs
 from stateferry.bench import probe
 from stateferry.cli.bench_output import JsonOption, ReportOption, counting, finish, shown_spread
+from stateferry.cli.offline import need_vllm
 from stateferry.config import Config
 from stateferry.ids import EngineId
 from stateferry.layout.spec import CacheLayout
@@ -26,6 +27,7 @@ def footprint(
 
     Real scheduler halves and ferries in this process, no engine. Takes a minute or two, and 1 GB.
     """
+    need_vllm()
     screen = Console(stderr=True)
     with counting(screen, "steps and memory", repeats) as done:
         found = open_handoffs.measure(_halves(), repeats, COUNTS, done).summary()

@@ -12,7 +12,7 @@ from stateferry.bench import PROMPT_TOKENS
 from stateferry.bench.transport import TRANSPORTS, connected, result, room_for
 from stateferry.bench.transport_cases import made_up, planned
 from stateferry.cli.bench_output import JsonOption, ReportOption, finish
-from stateferry.errors import ConfigError
+from stateferry.errors import ConfigError, TransportError
 from stateferry.transport import MemoryKind
 
 COLUMNS = {
@@ -62,6 +62,9 @@ def transport(
         connected(memory, room_for(handoffs), names) as bench,
         Progress(*columns, console=screen) as progress,
     ):
+        if not bench.arms:
+            why = "; ".join(f"{name}: {reason}" for name, reason in bench.left_out.items())
+            raise TransportError(f"no transport that was asked for works here: {why}")
         reads = len(handoffs) * (rounds + 1) * (len(bench.arms) + 1)
         task = progress.add_task("reads", total=reads)
         measured = bench.measure(handoffs, rounds, seed, lambda: progress.advance(task))

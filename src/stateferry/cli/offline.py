@@ -12,17 +12,22 @@ from stateferry.cli.interrupts import ends_on_interrupt
 from stateferry.errors import EngineError
 
 
+def need_vllm() -> None:
+    """Raise EngineError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            "vLLM is not installed in this Python environment. With StateFerry's source: `make setup`; "
+            "otherwise pip install 'stateferry[cpu]' or 'stateferry[cuda]'."
+        )
+
+
 @contextmanager
 def offline_vllm() -> Iterator[ModuleType]:
     """The module `stateferry.vllm.offline`. Whatever vLLM prints goes to stderr, and that is only defects.
 
     An operator's own VLLM_LOGGING_LEVEL stays. Raises EngineError where vLLM is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineError(
-            "vLLM is not installed in this Python environment. With StateFerry's source: `make setup`; "
-            "otherwise pip install 'stateferry[cpu]' or 'stateferry[cuda]'."
-        )
+    need_vllm()
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what it says before it reads the variable

@@ -1,6 +1,5 @@
 """`stateferry serve`: vLLM's OpenAI server with our connector configured."""
 
-import importlib.util
 import json
 import os
 import shlex
@@ -12,13 +11,14 @@ import msgspec
 import typer
 
 from stateferry.cli.examples import examples
+from stateferry.cli.offline import need_vllm
 from stateferry.cli.passed_on import option_name, refuse_misspelt
 from stateferry.cli.preflight import check_model, check_ports, http_port
 from stateferry.cli.serve_settings import OPTION_OF, read_options
 from stateferry.cli.transport_names import TRANSPORT_NAMES
 from stateferry.cli.vllm_server import MODULE, SERVER
 from stateferry.config import Config
-from stateferry.errors import ConfigError, EngineError
+from stateferry.errors import ConfigError
 from stateferry.pause import PAUSE_US, pause_us
 from stateferry.stack import STATEFERRY, STATEFERRY_MODULE, Role
 from stateferry.stack.host import engine_pause_us
@@ -229,11 +229,7 @@ def _serve(
     if dry_run:
         print(shlex.join([sys.executable, "-m", SERVER, *passed]))
         return
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineError(
-            "vLLM is not installed in this Python environment. With StateFerry's source: `make setup`; "
-            "otherwise pip install 'stateferry[cpu]' or 'stateferry[cuda]'."
-        )
+    need_vllm()
     check_model(model, arguments)
     check_ports(arguments, config)
     port = http_port(arguments)
