@@ -157,6 +157,7 @@ def test_a_full_run_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (["--transport", "pigeon"], "pigeon"),
         (["--model", "nowhere"], "nowhere"),
         (["--prefill-url", "u", "--decode-url", "u", "--model", "gdn", "--model", "gdn"], "once"),
+        (["--prefill-url", "u", "--decode-url", "u", "--transport", "nixl"], "--transport is for"),
     ],
 )
 def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str) -> None:

@@ -91,6 +91,8 @@ def gate(
         raise ConfigError("--load-mode is for engines that the gate starts; running ones have theirs")
     if running is not None and len(subjects) > 1:
         raise ConfigError("--model may be given once with --prefill-url: what those engines serve")
+    if running is not None and transport != "auto":
+        raise ConfigError("--transport is for engines that the gate starts; running ones have theirs")
     results = output or Path("benchmarks/results")
     if full:
         make_folder(results, "--output")
