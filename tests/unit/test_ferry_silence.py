@@ -115,6 +115,20 @@ def test_a_leg_for_a_producer_that_hangs_fails_at_once_and_later_ones_go_again(
     assert said[1].endswith("answers again")
 
 
+def test_a_leg_that_came_while_its_producer_was_greeted_again_fails_when_that_falls_silent() -> None:
+    """Symptom: it was claimed over the silent link, and waited for a lease."""
+    with wired(QUICK) as (producer, wire, consumer):
+        wire.hangs = True
+        consumer.ferry._loop._consumer._links._config = PATIENT  # type: ignore[union-attr]
+        wait_until(lambda: peers(consumer) == {"greeting": 1})
+        consumer.open("waits", wire.through(producer.grant(40, TABLES, "waits")))
+        wait_until(lambda: consumer.ferry.open_count == 1 and bool(link_of(consumer).requests))
+        consumer.ferry._loop._consumer._links._config = QUICK  # type: ignore[union-attr]
+        assert consumer.wait_lost("waits", 5.0).lost == {"waits"}
+        assert peers(consumer) == {"silent": 1}
+        assert not link_of(consumer).claims_sent_s
+
+
 def test_a_silent_producer_whose_answer_nobody_takes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Links.welcomed
 

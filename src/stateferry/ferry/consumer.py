@@ -102,7 +102,6 @@ class ConsumerService:
             if link.refuses:
                 link.requests.discard(order.request_id)  # should it answer, it is not asked for this one
                 self.open_here.fail(handoff, link.reason, link.cause)
-                link.requests.discard(order.request_id)  # as when a link fails under its requests
         for link in links:
             if link.state is LinkState.READY and not handoff.failure:
                 self._asking.claim(link, handoff)
@@ -159,7 +158,7 @@ class ConsumerService:
     def _link_settled(self, link: Link) -> None:
         for request_id in list(link.requests):
             handoff = self.open_here.handoffs[request_id]
-            if link.state is LinkState.FAILED:
+            if link.state is not LinkState.READY:
                 self.open_here.fail(handoff, link.reason, link.cause)
             elif not handoff.failure:  # else another rank's failed, and the offer was given back
                 handoff.met_s = self._clock.now_s()
