@@ -29,6 +29,7 @@ from stateferry.layout.fingerprint import compare
 from stateferry.layout.shard import check_layout
 from stateferry.layout.spec import CacheLayout, GroupKind
 from stateferry.models import CPU_FAMILIES, RECALL_GDN
+from stateferry.models.drafting import recall_mtp_config
 from stateferry.models.random_checkpoint import random_config
 from stateferry.vllm.kv_cache import describe
 
@@ -114,6 +115,23 @@ def test_layers_states_and_heads_are_those_of_vllms_classes(
     model: str, size: int, folders: dict[str, Path]
 ) -> None:
     check_against_vllm(folders[model], size)
+
+
+def test_a_draft_layer_lies_in_the_group_of_the_models_attention(tmp_path: Path) -> None:
+    """As vLLM's own drafter builds it when an engine starts (`stateferry gate --speculate mtp` runs one)."""
+    (tmp_path / "config.json").write_text(json.dumps(recall_mtp_config()))
+    told = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')
+    plain, drafting = (
+        lay_out(more).layouts[0].groups for more in (arguments(tmp_path), arguments(tmp_path, *told))
+    )
+    (attention,) = (group for group in drafting if group.kind is GroupKind.ATTENTION)
+    assert [layer.name for layer in attention.layers] == [
+        "model.layers.3.self_attn.attn",
+        "mtp.layers.0.self_attn.attn",
+    ]
+    assert {group.scratch_slots for group in drafting if group.kind is GroupKind.STATE} == {2}
+    assert {group.scratch_slots for group in plain} == {0}
+    assert not any("mtp" in layer.name for group in plain for layer in group.layers)
 
 
 def test_ranks_of_another_size_are_noticed(folders: dict[str, Path]) -> None:

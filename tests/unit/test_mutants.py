@@ -85,6 +85,11 @@ def loads(tables: tuple[BlockIds, ...] = TABLES, first_block: int = 0) -> tuple[
     return tuple(found)
 
 
+def replace_group(load: GroupLoad, group: int) -> GroupLoad:
+    """The same blocks in another group."""
+    return GroupLoad(group, load.first_block, load.local_block_ids, load.remote_block_ids)
+
+
 def other_params(tables: tuple[BlockIds, ...] = OTHER) -> dict[str, Any]:
     return offer_to_params(
         Offer(
@@ -202,6 +207,18 @@ def test_one_layer_of_a_group_of_several() -> None:
     assert lost == {"layers.1"}
 
 
+def test_a_drafters_layers_withheld_are_no_others() -> None:
+    """They share a group, and so block tables, with the model's own attention."""
+    cache = layout()
+    (own,) = cache.groups[3].layers
+    (heads,) = own.tensors
+    drafter = LayerCache(name="mtp.layers.0", tensors=(replace(heads, offset_bytes=0),))
+    both = replace(cache.groups[3], layers=(own, drafter))
+    found = arrived({"withhold": "drafts"}, replace(cache, groups=(both,)), (replace_group(loads()[3], 0),))
+    assert {key[0] for key, page in found.items() if -1 in page} == {"mtp.layers.0"}
+    assert {key[0] for key, page in found.items() if -1 not in page} == {"layers.3"}
+
+
 def test_last_attention_block_withheld() -> None:
     expected = clean()
     expected["layers.3", "heads", 16] = [-1] * KV_BYTES
@@ -278,6 +295,7 @@ def test_layers_of_one_group_change_places() -> None:
     [
         ({"withhold": "last_block"}, layout(), loads()[:3]),  # a prefix hit covered all of it
         ({"withhold": "attention"}, layout(), loads()[:3]),
+        ({"withhold": "drafts"}, layout(), loads()),
         ({"withhold": "state"}, layout(), loads()[3:]),
         ({"withhold": "layer:0"}, layout(), loads()[3:]),
         ({"withhold": "number:2"}, layout(), loads()),

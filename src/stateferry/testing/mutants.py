@@ -4,8 +4,9 @@ The consumer of an engine started with `testing: true` reads `kv_transfer_params
 
     {"nothing": true}
         no damage: what a judge must not object to
-    {"withhold": "state" | "convolution" | "attention" | "last_block" | "layer:I" | "number:T"}
+    {"withhold": "state" | "convolution" | "attention" | "last_block" | "drafts" | "layer:I" | "number:T"}
         these bytes are not read; their destination keeps zeros, as if they had never been sent.
+        "drafts" are the layers of a drafter (MTP), which change no answer, but how many drafts are right.
         I counts the recurrent layers over all groups, round and round; T counts the tensors of the
         first of them, and one number in the middle of that tensor is withheld
     {"other": kv_transfer_params of another hand-off, "what": "state" | "attention" | "all"}
@@ -35,6 +36,8 @@ from stateferry.session import GroupLoad
 from stateferry.wire import parse_offer
 
 DAMAGES_NOTHING = "damages nothing here"
+DRAFT_LAYERS = "mtp."
+"""How vLLM's names of draft layers begin."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -129,6 +132,11 @@ def _convolution(share: _Share) -> Mask:
     return np.array([share.is_state and name.startswith("conv") for name in names], bool)
 
 
+def _of_layers(share: _Share, prefix: str) -> Mask:
+    names = (share.group.layers[int(layer)].name for layer in share.layers)
+    return np.array([name.startswith(prefix) for name in names], bool)
+
+
 def _last_block(share: _Share) -> Mask:
     last: Mask = share.blocks == len(share.load.local_block_ids) - 1
     return _all_if(share, not share.is_state) & last
@@ -139,6 +147,7 @@ _WITHHOLD: Mapping[str, Callable[[_Share], Mask]] = {
     "attention": lambda share: _all_if(share, not share.is_state),
     "convolution": _convolution,
     "last_block": _last_block,
+    "drafts": lambda share: _of_layers(share, DRAFT_LAYERS),
 }
 
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from stateferry.errors import ConfigError, LayoutError, StateFerryError
 from stateferry.ids import EngineId, Epoch
 from stateferry.layout.spec import CacheLayout
-from stateferry.vllm.gates import LAYERLESS_DRAFTS
+from stateferry.vllm.gates import LAYERLESS_DRAFTS, drafts_are_proven
 from stateferry.vllm.kv_cache import describe, layer_spec, refuse_unproven
 from stateferry.vllm.offline_config import arguments_of_file, kept_environment, make_config, short_reason
 from stateferry.vllm.offline_ranks import stand_in_ranks
@@ -106,7 +106,7 @@ def _shapes(cache: KVCacheConfig, name: str, tensor: torch.Tensor) -> tuple[tupl
 
 def _refuse_drafts(config: VllmConfig) -> None:
     speculative = config.speculative_config
-    if speculative is not None and speculative.method not in LAYERLESS_DRAFTS:
+    if speculative is not None and not drafts_are_proven(speculative):
         raise LayoutError(
             f"speculative decoding with {speculative.method!r} adds layers that only a started engine has: "
             "ask one with `stateferry doctor --prefill-url`, or leave --speculative-config out"
@@ -136,9 +136,12 @@ def _cache(config: VllmConfig, num_blocks: int) -> tuple[KVCacheConfig, dict[str
 
 def _build_layers(config: VllmConfig) -> None:
     """Fill `static_forward_context`, from which vLLM reads specs and backends."""
+    speculative = config.speculative_config
     try:
         with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
             initialize_model(config)
+            if speculative is not None and speculative.method not in LAYERLESS_DRAFTS:
+                initialize_model(config, model_config=speculative.draft_model_config)
     except Exception as e:  # vLLM's layers may do anything when they are built
         raise LayoutError(
             f"vLLM cannot build the layers of {config.model_config.architecture} here: {short_reason(e)}"
