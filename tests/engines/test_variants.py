@@ -1,4 +1,4 @@
-"""The same hand-off over NIXL and Mooncake, without prefix caching, over two ranks, and read ahead."""
+"""The same hand-off over NIXL and Mooncake, with drafts, over two ranks, and read ahead."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from tests.engines.conftest import PATIENT, START_TIMEOUT_S
-from tests.engines.continuation import assert_exact, random_prompt, same
+from tests.engines.continuation import TOP, assert_exact, random_prompt, same
 
-from stateferry.models import RECALL_GDN
+from stateferry.gate import Speculation
+from stateferry.gate.speculation import drafts_of
+from stateferry.models import RECALL_GDN, recall_prompt
+from stateferry.models.drafting import write_recall_mtp
 from stateferry.stack import STATEFERRY_MODULE, Client, EngineSpec, Role, Stack
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -39,18 +42,26 @@ def test_over_another_transport(stack: Stack, client: Client, random_model: Path
         assert_exact(client, prefill, decode, LENGTHS, tokens=4)
 
 
-def test_without_prefix_caching_and_loaded_by_module_path(
-    stack: Stack, client: Client, random_model: Path
+def test_drafts_without_prefix_caching_and_loaded_by_module_path(
+    stack: Stack, client: Client, tmp_path: Path
 ) -> None:
+    """Both engines draft by a layer of their own (MTP): some drafts are taken back, some are not."""
     with started(
         stack,
-        random_model,
+        write_recall_mtp(tmp_path),
         extra_config={"verify": "all", **PATIENT},
         prefix_caching=False,
         connector_module=STATEFERRY_MODULE,
+        args=Speculation("mtp", 2).arguments,
         consumer={},
     ) as (prefill, decode):
-        assert_exact(client, prefill, decode, (3, 17, 127, 128, 129, 600), tokens=4)
+        assert_exact(client, prefill, decode, (3, 17, 127, 128, 129, 600), tokens=12)
+        story = recall_prompt(1, 200).token_ids
+        alone = client.complete(prefill, story, 48, logprobs=TOP)
+        handoff = client.handoff(prefill, decode, (*story, alone.token_ids[0]), 47, logprobs=TOP)
+        assert same(alone, handoff.decode)
+        for url in (prefill, decode):
+            assert drafts_of(client.metrics(url)).tried
 
 
 @pytest.mark.by_hand  # four workers on two cores wait for each other for minutes

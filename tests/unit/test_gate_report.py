@@ -31,6 +31,7 @@ def clean(right: int = 64, state_bytes: int = 500) -> CleanSummary:
         prompts=64,
         tokens=16,
         exact=right,
+        same_tokens=right,
         right=right,
         kinds={"block border": 64},
         hits={"none": 64},
@@ -54,6 +55,8 @@ def report(**changes: Any) -> GateReport:
         "digests": (tallied(),),
         "leak": "",
         "seconds": {"clean": 1.0},
+        "speculation": "none",
+        "drafts": None,
     }
     run = {
         "full": False,
@@ -106,7 +109,7 @@ def test_a_run_that_tried_nothing_does_not_pass() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, outcome: GateReport, *arguments: str) -> Any:
     """The command line, with a run that ends in `outcome`."""
-    monkeypatch.setattr(command, "bundled", lambda: "bundled")
+    monkeypatch.setattr(command, "bundled", lambda *_: "bundled")
     monkeypatch.setattr(command, "run_gate", lambda *args, **settings: outcome)
     return CliRunner().invoke(app, ["gate", *arguments])
 
@@ -126,7 +129,7 @@ def test_engines_that_do_not_start_are_told_in_json_too(monkeypatch: pytest.Monk
     def fails(*args: Any, **settings: Any) -> GateReport:
         raise EngineError("prefill ended with exit code 1")
 
-    monkeypatch.setattr(command, "bundled", lambda: "bundled")
+    monkeypatch.setattr(command, "bundled", lambda *_: "bundled")
     monkeypatch.setattr(command, "run_gate", fails)
     result = CliRunner().invoke(app, ["gate", "--json"])
     assert isinstance(result.exception, EngineError)

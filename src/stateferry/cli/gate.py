@@ -24,10 +24,12 @@ from stateferry.gate import (
     GateReport,
     ModelReport,
     Running,
+    Speculation,
     Subject,
     Tally,
     bundled,
     in_folder,
+    parse_speculation,
     run_gate,
     seeded,
 )
@@ -66,6 +68,15 @@ def gate(
     load_mode: Annotated[
         str, typer.Option("--load-mode", help="Of the decode engine that is started: async, sync.")
     ] = LoadMode.ASYNC.value,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            "--speculate",
+            help="Both engines draft: mtp or ngram, and how many tokens a step, as in mtp:2. Running engines "
+            "must have been started so.",
+            show_default=False,
+        ),
+    ] = None,
     chunk_tokens: Annotated[
         int, typer.Option("--chunk-tokens", min=16, help="max_num_batched_tokens of running engines.")
     ] = 2048,
@@ -84,8 +95,9 @@ def gate(
     """
     parse_config({"transport": transport, "load_mode": load_mode, "testing": True})
     running = _running(prefill_url, decode_url, chunk_tokens)
-    subjects = [_subject(name) for name in model] if model else [bundled()]
-    if full and not model and running is None:
+    speculation = parse_speculation(speculate) if speculate is not None else None
+    subjects = [_subject(name, speculation) for name in model] if model else [bundled(speculation)]
+    if full and not model and running is None and speculation is None:
         subjects += [seeded(family) for family in FULL_FAMILIES]
     if running is not None and load_mode != LoadMode.ASYNC.value:
         raise ConfigError("--load-mode is for engines that the gate starts; running ones have theirs")
@@ -133,12 +145,14 @@ def _running(prefill_url: str | None, decode_url: str | None, chunk_tokens: int)
     return Running(prefill_url.rstrip("/"), decode_url.rstrip("/"), chunk_tokens)
 
 
-def _subject(name: str) -> Subject:
-    return seeded(name) if name in FAMILIES else in_folder(Path(name))
+def _subject(name: str, speculation: Speculation | None) -> Subject:
+    return seeded(name, speculation) if name in FAMILIES else in_folder(Path(name), speculation)
 
 
 def _write(report: GateReport, folder: Path) -> Path:
-    path = folder / f"gate-full-{report.models[0].transport}-{report.load_mode}-{report.date[:10]}.json"
+    first = report.models[0]
+    drafts = "" if first.drafts is None else f"-{first.speculation.split(',')[0]}"
+    path = folder / f"gate-full-{first.transport}-{report.load_mode}{drafts}-{report.date[:10]}.json"
     path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return path
 
@@ -196,6 +210,12 @@ def _show_model(console: Console, model: ModelReport) -> None:
         f"{plain.same_token} same first token, largest difference {plain.max_logprob_difference:.3g}",
         highlight=False,
     )
+    for name, drafts in (model.drafts or {}).items():
+        console.print(
+            f"  {model.speculation} of the {name} engine: {drafts.accepted:,} of {drafts.proposed:,} drafts "
+            "accepted",
+            highlight=False,
+        )
     table = Table(caption="differences: of log-probabilities of the first token", caption_justify="left")
     table.add_column("damage", no_wrap=True)
     for heading in ("judged", "caught", "errors", "least difference", "median", "digests"):

@@ -10,6 +10,7 @@ from stateferry.gate.accounting import Accounting
 from stateferry.gate.clean import CleanResult
 from stateferry.gate.engines import Facts
 from stateferry.gate.judge import Tally
+from stateferry.gate.speculation import Drafts
 
 SHOWN_FAILURES = 20
 
@@ -22,6 +23,8 @@ class CleanSummary:
     tokens: int
     """Decoded per prompt."""
     exact: int
+    same_tokens: int
+    """Exact, or with other log-probabilities of the same tokens."""
     right: int
     """Exact, and every byte accounted for."""
     kinds: dict[str, int]
@@ -68,12 +71,22 @@ class ModelReport:
     """Why caches could not be emptied at the end: blocks are still held. Empty: none is."""
     seconds: dict[str, float]
     """By stage."""
+    speculation: str = "none"
+    """How both engines speculate."""
+    drafts: dict[str, Drafts] | None = None
+    """Of the prefill engine, as the one engine, and of the decode engine; None: they do not speculate."""
 
     @property
     def passed(self) -> bool:
         """Whether the clean arm is exact, every mutant is caught by both arms, and no block is held."""
         tallies = (*self.mutants, *self.digests)
-        return self.clean.passed and not self.leak and len(tallies) > 0 and all(t.passed for t in tallies)
+        fine = self.clean.passed and not self.leak and not self.untried
+        return fine and len(tallies) > 0 and all(t.passed for t in tallies)
+
+    @property
+    def untried(self) -> list[str]:
+        """Engines that speculate, but had no draft accepted, or none rejected."""
+        return [name for name, drafts in (self.drafts or {}).items() if not drafts.tried]
 
     def failures(self) -> list[str]:
         """Why it did not pass, in words."""
@@ -84,6 +97,12 @@ class ModelReport:
                 reasons += tally.wrong
                 why = f" ({'; '.join(reasons)})" if reasons else ""
                 found.append(f"{self.model}: damage {tally.name!r}, {arm}: {tally.verdict}{why}")
+        for name in self.untried:
+            drafts = (self.drafts or {})[name]
+            found.append(
+                f"{self.model}: {drafts.accepted} of {drafts.proposed} drafts of the {name} engine were "
+                "accepted; where none is accepted, or none rejected, speculation is not tried"
+            )
         if self.leak:
             found.append(f"{self.model}: blocks are still held: {self.leak}")
         return found
@@ -137,6 +156,7 @@ def summarise_clean(results: Sequence[CleanResult], tokens: int, accounting: Acc
         prompts=len(results),
         tokens=tokens,
         exact=sum(r.difference is None and r.answered for r in results),
+        same_tokens=sum((r.difference is None or r.difference.same_tokens) and r.answered for r in results),
         right=len(results) - len(wrong),
         kinds=dict(Counter(case.kind for case in cases)),
         hits=dict(Counter(case.hit.value for case in cases)),

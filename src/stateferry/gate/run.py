@@ -4,7 +4,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from stateferry.gate.damaged import Arms, run_digests, run_mutants
 from stateferry.gate.damages import DIGEST_MUTANTS, MUTANTS
 from stateferry.gate.engines import Engines, RealEngines, check_ready, facts_of, served
 from stateferry.gate.report import GateReport, ModelReport, summarise_clean, summarise_plain
+from stateferry.gate.speculation import drafts_of
 from stateferry.gate.structure import check_structure
 from stateferry.gate.subjects import Subject
 from stateferry.stack import (
@@ -33,6 +34,8 @@ from stateferry.stack.host import commit, host_facts
 CHUNK_TOKENS = 1024
 """Of the engines that the gate starts, so that chunk borders come at lengths that are quick to compute."""
 MAX_MODEL_LEN = 4096
+ONE_STEP_TOKENS = 1536
+"""Of engines that must not compute a prompt in several steps: what a request, and a step, may have."""
 LEASE_S = 120.0
 """Longer than in production: on a busy machine a lease that ends is no wrong answer, but no answer either."""
 PATIENCE_S = 300.0
@@ -178,6 +181,7 @@ def _started(
                 "transfer_timeout_s": PATIENCE_S,
                 "handshake_timeout_s": PATIENCE_S,
             }
+            longest, chunk = (MAX_MODEL_LEN, CHUNK_TOKENS) if subject.chunked else (ONE_STEP_TOKENS,) * 2
             prefill, decode = (
                 stack.start(
                     EngineSpec(
@@ -186,19 +190,23 @@ def _started(
                         name=f"{subject.name}-{role.name.lower()}",
                         extra_config=extra,
                         prefix_caching=subject.caching,
-                        max_model_len=MAX_MODEL_LEN,
-                        args=("--max-num-batched-tokens", str(CHUNK_TOKENS)),
+                        max_model_len=longest,
+                        args=("--max-num-batched-tokens", str(chunk), *_speculating(subject)),
                     )
                 )
                 for role in (Role.PREFILL, Role.DECODE)
             )
             stack.wait_ready(start_timeout_s, progress)
-        running = Running(prefill.url, decode.url, CHUNK_TOKENS)
+        running = Running(prefill.url, decode.url, chunk)
         try:
             return _with_urls(subject, size, running, transport, stages)
         except AnswerError as e:
             stack.check_alive()  # says why a dead engine died, which is worth more than this
             raise EngineError(f"the gate could not go on: {e}") from e
+
+
+def _speculating(subject: Subject) -> tuple[str, ...]:
+    return subject.speculation.arguments if subject.speculation is not None else ()
 
 
 def _running(subject: Subject, size: Size, running: Running, transport: str, watcher: Watcher) -> ModelReport:
@@ -215,7 +223,13 @@ def _with_urls(
         longest = min(length for _, length in names)
         facts = facts_of(client.metrics(running.prefill_url), running.chunk_tokens, longest)
         engines = RealEngines(client, running.prefill_url, running.decode_url, facts)
-        return judge_engines(engines, subject, size, transport, stages)
+        if subject.speculation is None:
+            return judge_engines(engines, subject, size, transport, stages)
+        urls = {"prefill": running.prefill_url, "decode": running.decode_url}
+        before = {name: drafts_of(client.metrics(url)) for name, url in urls.items()}
+        report = judge_engines(engines, subject, size, transport, stages)
+        drafts = {name: drafts_of(client.metrics(url)).since(before[name]) for name, url in urls.items()}
+        return replace(report, speculation=str(subject.speculation), drafts=drafts)
 
 
 def judge_engines(

