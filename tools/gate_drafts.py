@@ -9,9 +9,9 @@ layer's cache. A draft layer sees of each token the one that follows. The prefil
 prompt's last token and takes its own guess for it, so the last entry of the draft layer's cache is one
 engine's only where it guesses right.
 
-vLLM fills up a request's first step on the decode engine to as many rows as a step with drafts has. With cached
-prefixes it does not where those rows would cross a block, nor does one engine where a hit leaves one token:
-steps of other shapes round otherwise. There tokens must be the same, everywhere else log-probabilities, too.
+vLLM fills up a request's first step on the decode engine to as many rows as a step with drafts has. With
+cached prefixes it does not where those rows would cross a block, nor does one engine where a hit leaves one
+token: steps of other shapes round otherwise. There tokens must be the same, elsewhere log-probabilities, too.
 
 Adds to `benchmarks/results/gate-drafts-DATE.json`. Exit code 0: all passed.
 """
