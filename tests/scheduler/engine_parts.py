@@ -48,6 +48,8 @@ class CacheModel:
     """vLLM's mamba cache mode: a state for each block, or (`none`) one for each request."""
     scratch: int = 0
     """Slots for speculated states behind the one that counts."""
+    drafting: bool = False
+    """Whether as many tokens are drafted each step."""
     window: int = 0
     """Tokens of one more group with a sliding window."""
     hash_block: int | None = None
@@ -107,6 +109,8 @@ def make_config(
     config.scheduler_config.async_scheduling = async_scheduling
     config.parallel_config = copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = ranks
+    if model.drafting:
+        config.speculative_config = _speculation(model.scratch)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="StateFerryConnector",
         kv_role=role,
@@ -114,6 +118,22 @@ def make_config(
         kv_connector_extra_config={"host": "127.0.0.1", **connector_settings},
     )
     return config
+
+
+def _speculation(tokens: int) -> Any:
+    """As much of a SpeculativeConfig as the scheduler asks for: a drafter without layers."""
+    return SimpleNamespace(
+        method="ngram",
+        model=None,
+        num_speculative_tokens=tokens,
+        num_speculative_tokens_per_batch_size=None,
+        **dict.fromkeys(("use_eagle", "use_eagle_block_drop", "use_dspark", "use_dflash"), lambda: False),
+        uses_draft_model=lambda: False,
+        uses_dynamic_speculative_decoding=lambda: False,
+        use_multi_module_mtp=lambda: False,
+        enable_adaptive_verification=False,
+        max_num_new_slots_for_drafting=0,
+    )
 
 
 def make_cache(config: VllmConfig, model: CacheModel) -> tuple[KVCacheConfig, int, int]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 from engine_parts import CacheModel, make_cache, make_config, make_rank
+from simulated_model import answer
 from simulated_worker import SimulatedWorker, groups_of
 from steered_transport import Tap
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -27,6 +28,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import FinishReason, Request, RequestStatus
 
 from stateferry.session import Load, Place
@@ -39,6 +41,7 @@ PATIENCE_S = 45.0
 
 HYBRID = CacheModel(states=3)
 HYBRID_SPECULATIVE = CacheModel(states=3, scratch=2)
+HYBRID_DRAFTING = CacheModel(states=3, scratch=2, drafting=True)
 HYBRID_FINE = CacheModel(states=2, block=8, hash_block=4)
 """Prefix hits may end inside a block."""
 HYBRID_UNCACHED = CacheModel(states=3, mode="none")
@@ -198,8 +201,20 @@ class Engine:
                 finish.tokens += piece.new_token_ids
                 finish.reason = piece.finish_reason
                 finish.params = copy.deepcopy(piece.kv_transfer_params)
+        if self.config.speculative_config is not None:
+            self._draft(result)
         self._poison_free_blocks()
         return output.total_num_scheduled_tokens
+
+    def _draft(self, result: Any) -> None:
+        """What vLLM's drafter does between two steps: some drafts are right, most are not all."""
+        count = self.config.num_speculative_tokens
+        drafts = []
+        for request_id, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            right = answer(self.worker.rows[request_id].tokens, count) if tokens else []
+            keep = sum(tokens) % (count + 1)
+            drafts.append([token if i < keep else token + 1 for i, token in enumerate(right)])
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), drafts))
 
     @property
     def busy(self) -> bool:
@@ -428,6 +443,9 @@ class _NoGrammar:
 
     def accept_tokens(self, request: Any, token_ids: list[int]) -> bool:
         return True
+
+    def validate_tokens(self, request: Any, token_ids: list[int]) -> list[int]:
+        return token_ids
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:

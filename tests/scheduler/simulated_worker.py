@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulated_model import WRONG_TOKEN, AttentionLayer, StateLayer, chain, link, sampled, seed
+from simulated_model import (
+    VOCABULARY,
+    WRONG_TOKEN,
+    AttentionLayer,
+    StateLayer,
+    chain,
+    link,
+    sampled,
+    seed,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -26,6 +35,9 @@ class Row:
     computed: int
     column: int | None = None
     """Where the aligned states were written last."""
+    accepted: int = 1
+    """Of the tokens that the last step sampled, its own and accepted drafts: the state that counts is in that
+    slot, from 1, behind the column."""
 
     def append(self, token: int) -> None:
         """A token was sampled."""
@@ -48,6 +60,11 @@ class Group:
     def layers(self) -> Sequence[AttentionLayer | StateLayer]:
         """All of them; a group has one kind only."""
         return self.attention or self.states
+
+
+def guess(draft: int) -> int:
+    """A draft as a token: vLLM fills steps up with -1."""
+    return draft if draft >= 0 else VOCABULARY + 2
 
 
 def groups_of(config: KVCacheConfig, caches: dict[str, Any], rank: int) -> list[Group]:
@@ -82,6 +99,8 @@ class SimulatedWorker:
         self.connector = connector
         self.rows: dict[str, Row] = {}
         self.wrong: list[str] = []
+        self.drafted = self.accepted = 0
+        """Drafts that were verified, and those that were right."""
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         """One step."""
@@ -92,13 +111,17 @@ class SimulatedWorker:
         ids = list(output.num_scheduled_tokens)
         for request_id in ids:
             self._move_states(self.rows[request_id], output.num_scheduled_tokens[request_id])
+        drafts = output.scheduled_spec_decode_tokens
         if self.runner == "v2":
             self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
         if output.has_sync_kv_loads:
             self.connector.start_load_kv(None)
             self.before_forward(output)
-        tokens = [self._forward(request_id, output.num_scheduled_tokens[request_id]) for request_id in ids]
+        tokens = [
+            self._forward(request_id, output.num_scheduled_tokens[request_id], drafts.get(request_id, []))
+            for request_id in ids
+        ]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
@@ -164,29 +187,59 @@ class SimulatedWorker:
             column = -(-(row.computed + count) // group.block_tokens) - 1
             if before not in (-1, column):
                 for layer in group.states:
-                    layer.copy(table[before], table[column])
+                    layer.copy(table[before + row.accepted - 1], table[column])
         columns = {-(-(row.computed + count) // g.block_tokens) - 1 for g in self.groups if g.aligned}
-        row.column = columns.pop() if columns else None
+        column_now = columns.pop() if columns else None
+        if column_now != row.column:
+            row.column, row.accepted = column_now, 1
 
-    def _forward(self, request_id: str, count: int) -> list[int]:
+    def _forward(self, request_id: str, count: int, drafts: list[int]) -> list[int]:
+        """The tokens sampled. Drafts are computed like prompt tokens; each state on the way gets a slot."""
         row = self.rows[request_id]
         start, end = row.computed, row.computed + count
+        certain = end - len(drafts)
+        links = row.links[: certain + 1] + chain([*map(guess, drafts)], row.links[certain])[1:]
         wrong: list[str] = []
         for group, table in zip(self.groups, row.tables, strict=True):
             for layer in group.states:
-                block = table[row.column or 0] if group.aligned else table[0]
+                column = (row.column or 0) if group.aligned else 0
                 if start:
-                    wrong += layer.wrong(block, start, row.links)
-                layer.write(block, row.links[end])
+                    wrong += layer.wrong(table[column + row.accepted - 1], start, row.links)
+                for slot, link_after in enumerate(links[certain:]):
+                    layer.write(table[column + slot], link_after)
             first = max(0, start - group.window + 1) if group.window else 0
             for layer in group.attention:
                 wrong += layer.wrong(table, group.block_tokens, range(first, start), row.links)
                 for token in range(start, end):
                     block = table[token // group.block_tokens]
-                    layer.write(block, token % group.block_tokens, row.links[token + 1])
+                    layer.write(block, token % group.block_tokens, links[token + 1])
         self.wrong += [f"{request_id}, tokens {start} to {end - 1}: {what}" for what in wrong]
-        if end < len(row.tokens):
+        if certain < len(row.tokens):
             return []
-        token = WRONG_TOKEN if wrong else sampled(row.links[end])
-        row.append(token)
-        return [token]
+        tokens = [WRONG_TOKEN if wrong else sampled(links[certain])]
+        for draft, after in zip(drafts, links[certain + 1 :], strict=True):
+            if draft != tokens[-1]:
+                break
+            tokens.append(sampled(after))
+        for token in tokens:
+            row.append(token)
+        row.accepted = len(tokens)
+        self.drafted += len(drafts)
+        self.accepted += len(tokens) - 1
+        self._keep_border(row, certain)
+        return tokens
+
+    def _keep_border(self, row: Row, certain: int) -> None:
+        """The state at a border that accepted drafts crossed goes to the border's block."""
+        reached, accepted = certain + row.accepted - 1, row.accepted
+        for group, table in zip(self.groups, row.tables, strict=True):
+            border = reached // group.block_tokens * group.block_tokens
+            if not group.aligned or border < certain or row.column is None:
+                continue
+            source, target = row.column + border - certain, border // group.block_tokens - 1
+            if source != target:
+                for layer in group.states:
+                    layer.copy(table[source], table[target])
+            if target == row.column:
+                accepted = 1
+        row.accepted = accepted
