@@ -146,6 +146,7 @@ def as_exact_as_can_be(model: ModelReport, subject: Subject) -> bool:
         longest=facts.longest - SMALL.tokens - 2,
         caching=facts.caching,
         source=subject.source,
+        drops=int(subject.speculation.has_layers),
     )
     tokens = subject.speculation.tokens
     alike = sum(not (facts.caching and shaped_otherwise(case, facts.block_tokens, tokens)) for case in cases)

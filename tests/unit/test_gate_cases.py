@@ -67,6 +67,18 @@ def test_hits_cover_whole_blocks_and_leave_something_to_move() -> None:
         assert (case.hit_tokens < len(case.prompt)) is case.moves
 
 
+def test_where_an_engine_drops_a_block_of_a_hit_more_is_held_and_something_moves_always() -> None:
+    """Seen on engines whose own layers draft: a prompt of 257 tokens, blocks of 128, a hit of 128."""
+    for case in cases(256, drops=1):
+        if case.hit is Hit.NONE:
+            continue
+        assert 0 < case.hit_tokens == len(case.prompt) // BLOCK * BLOCK - BLOCK == case.held_tokens - BLOCK
+        assert case.held_tokens <= len(case.prompt)
+        assert case.moves
+    for case in cases(256):
+        assert case.held_tokens == case.hit_tokens
+
+
 def test_lengths_stay_within_what_the_engines_take() -> None:
     assert max(len(case.prompt) for case in cases(longest=300)) == 300
     assert all(case.hit is Hit.NONE for case in cases(caching=False))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from tests.unit.test_gate_report import report
+from typer.testing import CliRunner
 
+from stateferry.cli.app import app
 from stateferry.errors import ConfigError
 from stateferry.gate import Drafts, Speculation, bundled, in_folder, parse_speculation, seeded, subjects
 from stateferry.gate.sizes import expected_sizes
@@ -81,6 +83,22 @@ def test_the_bundled_model_drafts_with_the_layer_made_for_it(
     assert in_folder(folder, MTP).sizes == bundled(MTP).sizes
     with pytest.raises(ConfigError, match="no draft layer"):
         seeded("gdn", MTP)
+
+
+def test_what_vllm_would_end_on_cpu_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "_on_cpu", lambda: True)
+    with pytest.raises(ConfigError, match=r"--speculate ngram.*mtp"):
+        subjects.refuse_to_start(bundled(NGRAM))
+    for fine in (bundled(), bundled(MTP)):
+        subjects.refuse_to_start(fine)
+    monkeypatch.setattr(subjects, "_on_cpu", lambda: False)
+    subjects.refuse_to_start(bundled(NGRAM))
+
+
+def test_engines_that_read_ahead_do_not_speculate() -> None:
+    result = CliRunner().invoke(app, ["gate", "--speculate", "mtp", "--load-mode", "sync"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--load-mode async" in str(result.exception)
 
 
 def test_a_page_of_metrics_says_how_many_drafts_were_right() -> None:

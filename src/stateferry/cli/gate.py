@@ -99,6 +99,8 @@ def gate(
     subjects = [_subject(name, speculation) for name in model] if model else [bundled(speculation)]
     if full and not model and running is None and speculation is None:
         subjects += [seeded(family) for family in FULL_FAMILIES]
+    if speculation is not None and load_mode != LoadMode.ASYNC.value:
+        raise ConfigError("--speculate: engines that speculate load with --load-mode async only")
     if running is not None and load_mode != LoadMode.ASYNC.value:
         raise ConfigError("--load-mode is for engines that the gate starts; running ones have theirs")
     if running is not None and len(subjects) > 1:

@@ -47,6 +47,8 @@ class Case:
     """How much of the prompt the hit covers, in tokens; whole blocks."""
     alone: bool = False
     """The prompt itself goes to both engines: one token has no prefix to hand off."""
+    held_tokens: int = 0
+    """How much of the prompt an engine must hold for the hit."""
 
     @property
     def moves(self) -> bool:
@@ -63,9 +65,18 @@ Shape = tuple[str, int, Hit, bool]
 
 
 def make_cases(
-    count: int, *, block_tokens: int, chunk_tokens: int, longest: int, caching: bool, source: PromptSource
+    count: int,
+    *,
+    block_tokens: int,
+    chunk_tokens: int,
+    longest: int,
+    caching: bool,
+    source: PromptSource,
+    drops: int = 0,
 ) -> list[Case]:
-    """`count` cases. `longest`: the most tokens that a prompt may have. `caching`: hits are possible."""
+    """`count` cases. `longest`: the most tokens that a prompt may have. `caching`: hits are possible.
+    `drops`: blocks at the end of a hit that an engine computes all the same.
+    """
     borders = list(_borders(block_tokens, chunk_tokens))
     shapes: list[Shape] = []
     while len(shapes) < count:
@@ -76,11 +87,13 @@ def make_cases(
     for number, (kind, length, hit, whole) in enumerate(shapes):
         length = min(length, longest)
         prompt = source(number, length)
-        covered = (length if whole else length - 1) // block_tokens * block_tokens
+        held = (length if whole or drops else length - 1) // block_tokens * block_tokens
+        covered = max(0, held - drops * block_tokens)
         if kind == "one token":
             cases.append(Case(number, kind, prompt, alone=True))
         elif covered and caching:
-            cases.append(Case(number, kind, prompt, hit, covered if hit is not Hit.NONE else 0))
+            found = (covered, held) if hit is not Hit.NONE else (0, 0)
+            cases.append(Case(number, kind, prompt, hit, found[0], held_tokens=found[1]))
         else:
             cases.append(Case(number, kind, prompt))
     return cases

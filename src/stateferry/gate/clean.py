@@ -105,7 +105,7 @@ def prepare_decode(engines: Engines, case: Case) -> None:
     if case.hit.on_decode:
         # A token more than it shall hold, as the prompt itself has: vLLM then ends a chunk at the same
         # place in both. Other chunks mean other shapes, and other last digits.
-        engines.hold_on_decode(case.prompt[: case.hit_tokens + 1])
+        engines.hold_on_decode(case.prompt[: case.held_tokens + 1])
 
 
 def _reference(engines: Engines, case: Case, tokens: int) -> Reference:

