@@ -58,9 +58,11 @@ class BootstrapService:
 
     def __init__(self, host: str, port: int) -> None:
         """Bind; whoever asks before `start` waits. Port 0: the system picks. Raises ConfigError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sixth = ":" in host
+        family = socket.AF_INET6 if sixth else socket.AF_INET
+        both = sixth and socket.has_dualstack_ipv6()  # `::` is for everybody, as it is for control sockets
         try:
-            self._listener = socket.create_server((host, port), family=family)
+            self._listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
         except OSError as e:
             raise ConfigError(
                 f"cannot answer routers on {host}:{port}: {e}. Set 'bootstrap_port' in "

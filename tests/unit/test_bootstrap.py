@@ -183,6 +183,18 @@ def test_without_a_bound_everybody_would_be_heard(
         client.close()
 
 
+def test_an_engine_that_binds_everything_answers_both_kinds_of_address() -> None:
+    made = BootstrapService("::", 0)
+    made.tell(ANSWER)
+    made.start()
+    try:
+        for host in (HOST, "[::1]"):
+            answer = httpx.get(f"http://{host}:{made.port}/query", timeout=30.0, trust_env=False)
+            assert answer.content == ANSWER
+    finally:
+        made.stop()
+
+
 def test_a_port_that_is_taken_is_named_and_so_is_its_setting() -> None:
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
