@@ -117,20 +117,39 @@ class Conversation:
         return {"began": bool(first), "stopped": idle and made < LONG_ANSWER}
 
     def leaves_prompt(self) -> Seen:
-        """A client that hangs up while the prefill engine hangs. Is the decode engine asked all the same?"""
+        """A client that hangs up while the prefill engine hangs. Is the decode engine asked all the same?
+
+        vLLM does not count a request that ends because its client left: one that comes early is seen while it
+        waits.
+        """
         before = self._decode()
-        _, path, body = self._completion()
         self._pair.prefill.child.freeze()
         try:
-            with contextlib.suppress(httpx.TimeoutException):
-                self._post(path, body, timeout_s=LEAVES_S)
+            asked_early = self._comes_early()
         finally:
             self._pair.prefill.child.thaw()
         self._until(lambda: self._running(self._prefill()) == 0)
         seen = self._ask(self._completion())
         self._until(lambda: self._running(self._decode()) == 0)
         asked = _finished(self._decode()) - _finished(before)
-        return {**seen, "handed_off": None, "decode_asked": asked > 1}
+        return {**seen, "handed_off": None, "decode_asked": asked_early or asked > 1}
+
+    def _comes_early(self) -> bool:
+        """Ask, and leave after `LEAVES_S`: has the decode engine anything to do meanwhile?"""
+        _, path, body = self._completion()
+
+        def ask_and_leave() -> None:
+            with contextlib.suppress(httpx.TimeoutException):
+                self._post(path, body, timeout_s=LEAVES_S)
+
+        client = threading.Thread(target=ask_and_leave)
+        client.start()
+        early = False
+        while client.is_alive():
+            early = early or self._running(self._decode()) > 0
+            self._pause.wait(0.02)
+        client.join()
+        return early
 
     def prefill_is_dead(self) -> Seen:
         """Asked while there is no prefill engine."""

@@ -33,7 +33,13 @@ def test_the_page_shows_the_newest_run(tool: ModuleType, result: Any) -> None:
 
 
 def test_the_run_had_every_router_and_every_question(tool: ModuleType, result: Any) -> None:
-    assert list(result["routers"]) == ["vllm-router, nixl", "vllm-router, moriio", "llm-d's sidecar protocol"]
+    assert list(result["routers"]) == [
+        "vllm-router, nixl",
+        "vllm-router, moriio",
+        "llm-d's sidecar protocol",
+        "vllm-router, mooncake",
+        "llm-d's, mooncake",
+    ]
     shown = [line.split(" | ")[0].removeprefix("| ") for line in tool.table(result).splitlines()[2:]]
     left_out = tool.QUESTIONS if result["engines"] == "made-up" else ()
     assert shown == [words for row, words in tool.ROWS.items() if row not in left_out]
@@ -114,6 +120,21 @@ def test_the_conversation_through_the_sidecar_is_what_its_tool_says(tool: Module
     assert cells["client leaves before the answer"] == "the decode engine is not asked"
     assert cells["prefill engine is dead"] == "HTTP 502"
     assert cells["prefill engine is back"] == "handed off at once"
+
+
+def test_a_router_that_sends_both_legs_at_once_asks_the_decode_engine_for_a_client_that_left(
+    tool: ModuleType, made_up: Any
+) -> None:
+    """Symptom: a table that said it is not asked, because vLLM counts no request that its client ended."""
+    front = made_up.servers.mooncake_sidecar_front(made_up.pair)
+    talk = made_up.module.Conversation(front, made_up.pair, made_up.client, made_up.pair.seen, 7000)
+    seen = {name: run() for name, run in talk.scenarios().items() if name in ("completion", "chat, streamed")}
+    assert {tool.cell(name, seen) for name in seen} == {"handed off, right"}
+    left = talk.leaves_prompt()
+    assert tool.cell("client leaves before the answer", {"client leaves before the answer": left}) == (
+        "it is asked all the same"
+    )
+    made_up.pair.stack.stop(front.server)
 
 
 def test_a_router_that_does_not_name_the_prefill_engine_hands_nothing_off(
