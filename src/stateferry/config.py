@@ -89,7 +89,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Under `sync`: the most memory of the waiting room, in MiB, of the device that holds the cache. A
     hand-off that finds no room in it is loaded as under `async`."""
     handshake_timeout_s: Seconds = 10.0
-    """A hand-shake that takes longer fails the requests that wait for it."""
+    """A hand-shake that takes longer fails the requests that wait for it. For the part of it in which the
+    transport connects, at most a quarter of `lease_s`: nothing else goes on meanwhile."""
     offer_timeout_s: Seconds = 60.0
     """Where a router sends both legs at once: how long a decode leg waits for the prefill engine to make its
     offer, queueing and computing included; past it the prompt is computed here."""

@@ -7,12 +7,15 @@ import pytest
 import zmq
 
 from stateferry.config import Config
+from stateferry.errors import TransportTimeout
 from stateferry.ferry import links as ferry_links
 from stateferry.ferry import loop as ferry_loop
 from stateferry.ferry.link import Link
 from stateferry.ferry.socket_events import SocketEvents
 from stateferry.session import VirtualClock
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
+from stateferry.transport.base import Peer
+from stateferry.transport.memory import MemoryTransport
 
 TABLES = ((1, 2, 3), (4,))
 LOCAL = ((5, 6, 7), (8,))
@@ -177,3 +180,39 @@ def test_links_that_cannot_be_watched_are_not_made_and_leave_nothing_open(
         assert consumer.wait_lost("first").lost == {"first"}
         assert peers(consumer) == {}
         hand_off(producer, consumer, "second")
+
+
+class Firewalled(MemoryTransport):
+    """Reaches the peer that it meets first. To the others its packets are dropped: a connect waits for as long
+    as it may, and nothing else goes on."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.connects = 0
+
+    def connect(self, registration: bytes, timeout_s: float) -> Peer:
+        self.connects += 1
+        if self.connects == 1:
+            return super().connect(registration, timeout_s)
+        self.clock.advance(timeout_s)
+        raise TransportTimeout("no answer")
+
+
+def test_a_peer_that_no_transport_reaches_costs_others_no_lease() -> None:
+    """Symptom: a firewall in the way of the data, not of the hand-shake, held the ferry's thread for
+    `handshake_timeout_s` each time, and short leases of all other hand-offs ended."""
+    clock, config = VirtualClock(), Config(lease_s=9)
+    with (
+        EngineRank("near", config=config) as near,
+        EngineRank("far", config=config) as far,
+        EngineRank("d", config=config, clock=clock, transport=Firewalled(clock)) as consumer,
+    ):
+        consumer.open("near", near.grant(40, TABLES))
+        wait_until(lambda: near.ferry.counters.claimed == 1)
+        wait_until(lambda: not link_of(consumer).claims_sent_s)
+        consumer.open("far", far.grant(40, TABLES))
+        assert consumer.wait_lost("far").lost == {"far"}
+        offer = near.offer(40, TABLES)
+        consumer.load("near", offer, LOCAL)
+        assert not consumer.wait_received("near").failed

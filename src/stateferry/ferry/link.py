@@ -24,7 +24,7 @@ from stateferry.ids import RequestId
 from stateferry.layout.fingerprint import compare, decode_layout
 from stateferry.layout.plan import Plan, make_plan
 from stateferry.layout.spec import CacheLayout
-from stateferry.session import Cause
+from stateferry.session import RENEWALS_PER_LEASE, Cause
 from stateferry.telemetry import OTHER_FIELD
 from stateferry.transport.base import Peer, Transport
 from stateferry.wire import (
@@ -184,11 +184,10 @@ class Link:
         """Judge the answer to a second greeting. Returns the connection that the new one replaces; None:
         there is no new one, and `reason` says why. Never raises StateFerryError."""
         self.greeting_again = False
-        before, self.peer = self.peer, None
+        before = self.peer
         try:
             self._accept(answer, ours, transport, config)
         except (StateFerryError, ValueError) as e:
-            self.peer = before
             self._refused(e)
             return None
         return before
@@ -256,5 +255,11 @@ class Link:
             self.room_plan = (
                 make_plan(self.room, theirs, merge=False) if config.testing else self.room_digest_plan
             )
-        self.peer = transport.connect(answer.registration, config.handshake_timeout_s)
+        self.peer = transport.connect(answer.registration, _longest_connect_s(config))
         self.connections += 1
+
+
+def _longest_connect_s(config: Config) -> float:
+    """How long a transport may try to reach a peer: less than from one renewal to the next, because none is
+    sent meanwhile, nor anything else done, and the ranks of one engine are connected one by one."""
+    return min(config.handshake_timeout_s, config.lease_s / (RENEWALS_PER_LEASE + 1))
