@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from stateferry.block_ids import BlockIds
 from stateferry.config import Config
@@ -16,6 +17,7 @@ from stateferry.ids import RequestId
 from stateferry.session import Close, GroupLoad, Load, Open, Orders, Outcome, VirtualClock
 from stateferry.testing.peers import EngineRank, wait_until
 from stateferry.transport import TransportOptions
+from stateferry.transport.base import Peer
 from stateferry.transport.faults import FaultsTransport
 from stateferry.transport.memory import MemoryTransport
 from stateferry.wire import Offer
@@ -150,6 +152,28 @@ def test_a_defect_that_one_read_meets_in_every_turn_is_logged_once(
         wait_until(lambda: len(met) >= 5)
         assert not consumer.ferry.take().received, "its blocks may be written to"
     assert sum("could not go on" in record.message for record in caplog.records) == 1
+
+
+class SecondConnectMeetsADefect(MemoryTransport):
+    connects = 0
+
+    def connect(self, registration: bytes, timeout_s: float) -> Peer:
+        self.connects += 1
+        if self.connects == 2:
+            raise ZeroDivisionError("a defect")
+        return super().connect(registration, timeout_s)
+
+
+def test_a_defect_while_a_link_connects_again_does_not_leave_it_ready_without_a_connection() -> None:
+    """Symptom: every later hand-off over it met a defect, too."""
+    transport = FaultsTransport(inner=SecondConnectMeetsADefect())
+    config = Config(testing=True)
+    with EngineRank("p") as producer, EngineRank("d", transport=transport, config=config) as consumer:
+        broken = {"faults": [{"kind": "break", "reads": [1]}]}
+        offer = replace(producer.grant(40, TABLES, "first"), tamper=broken)
+        assert consumer.read("first", offer, LOCAL).failed == {"first"}
+        assert not consumer.read("second", producer.grant(40, TABLES, "other"), LOCAL).failed
+    assert transport.inner.connects == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
