@@ -28,6 +28,7 @@ from stateferry.wire import (
     Hello,
     Message,
     RankAddress,
+    Refusal,
     Renewal,
     decode_message,
     encode_message,
@@ -142,11 +143,10 @@ def test_a_consumer_that_is_heard_of_is_not_forgotten_for_newer_ones(monkeypatch
     assert len(answer.digests) == 1
 
 
-def test_a_consumer_that_was_forgotten_is_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told nothing, its hand-off would wait for `transfer_timeout_s`."""
+def test_of_more_consumers_than_are_remembered_one_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = digests_after_others_came(monkeypatch, 5, heard_of=False)
-    assert isinstance(answer, DigestAnswer)
-    assert "not known here" in answer.reason
+    assert isinstance(answer, Refusal)
+    assert "before a hand-shake" in answer.reason
 
 
 def test_log_lines_are_few_and_say_how_many_are_missing() -> None:

@@ -183,8 +183,8 @@ def test_links_that_cannot_be_watched_are_not_made_and_leave_nothing_open(
 
 
 class Firewalled(MemoryTransport):
-    """Reaches the peer that it meets first. To the others its packets are dropped: a connect waits for as long
-    as it may, and nothing else goes on."""
+    """Reaches the peer that it meets first. Its packets to others are dropped: a connect waits for as long as
+    it may, and nothing else goes on."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()

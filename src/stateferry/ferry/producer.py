@@ -242,9 +242,6 @@ class ProducerService:
         if len(set(request.groups)) != len(request.groups):
             return DigestAnswer(transfer_id=request.transfer_id, reason="a group is named twice")
         plan = self._plan_for(sender)
-        if plan is None:
-            reason = "the asker's layout is not known here: it was not greeted, or was forgotten among others"
-            return DigestAnswer(transfer_id=request.transfer_id, reason=reason)
         digests = []
         for group, first, count in zip(
             request.groups, request.first_blocks, request.block_counts, strict=True
@@ -259,10 +256,16 @@ class ProducerService:
             digests.append(bytes_digest(plan.pieces(group, [0] * count, ids), "remote", self._memory.read))
         return DigestAnswer(transfer_id=request.transfer_id, digests=tuple(digests))
 
-    def _plan_for(self, sender: bytes) -> Plan | None:
-        if sender not in self._plans and (consumer := self._consumers.get(sender)) is not None:
-            self._plans[sender] = make_plan(consumer, self._layout)
-        return self._plans.get(sender)
+    def _plan_for(self, sender: bytes) -> Plan:
+        """Raises ValueError for a stranger, who is refused and not answered: it may be a consumer whose
+        connection broke and is back, which it does not know yet; it greets then, and asks again."""
+        plan = self._plans.get(sender)
+        if plan is None:
+            consumer = self._consumers.get(sender)
+            if consumer is None:
+                raise ValueError("a digest was asked for before a hand-shake")
+            plan = self._plans[sender] = make_plan(consumer, self._layout)
+        return plan
 
     def _send(self, receiver: object, message: Message) -> None:
         """Answer without waiting. A consumer that went away is not an error."""
