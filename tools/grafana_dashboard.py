@@ -100,8 +100,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Where does the time go, and why do some fail?": (
         Panel(
             "Stages of a hand-off, 90 %",
-            "wait: until vLLM has blocks. plan: laying the reads. post: the call that posts them. wire: "
-            "from that call to the last byte.",
+            "wait: until the producer is met and earlier work of the device is done. plan: laying the reads. "
+            "post: the call that posts them. wire: from that call to the last byte.",
             "s",
             {
                 "{{stage}}": "histogram_quantile(0.9, sum by (le, stage) "

@@ -148,6 +148,23 @@ def test_every_file_says_which_lines_to_change_for_which_device(name: str) -> No
     assert [mark for mark in MARKED if mark not in text] == []
 
 
+AMD_TRANSPORT = {
+    "containers/Dockerfile": 'LIBRARIES="amd-mori ',
+    "kubernetes/engines.yaml": "- --transport=nixl # [AMD RDMA] mori",
+    "llm-d/values.yaml": "- --transport=nixl # [AMD RDMA] mori",
+    "compose/compose.yaml": "[AMD RDMA]  an image for ROCm; `--transport mori`;",
+    "systemd/engine.env": "#ENGINE_ARGS=--max-model-len 8192 --gpu-memory-utilization 0.9 --transport mori",
+}
+
+
+@pytest.mark.parametrize("name", AMD_TRANSPORT)
+def test_engines_for_amd_use_the_transport_that_their_image_has(name: str) -> None:
+    """Symptom: the image had MoRI, and the engines in it were to use NIXL, which it lacks."""
+    text = (DEPLOY / name).read_text()
+    assert AMD_TRANSPORT[name] in text
+    assert "UCX_" not in text, "NIXL's network card"
+
+
 def misfits(objects: list[dict[str, Any]]) -> list[str]:
     """What does not fit together in a set of Kubernetes objects; empty: nothing."""
     found = []
