@@ -1,6 +1,6 @@
 """Compare what the `mori` transport uses of MoRI with the published packages, without importing any.
 
-Downloads the wheels of amd-mori by name (some 20 MB), reads their files, prints what is missing. Exit code 0:
+Downloads the wheels of amd-mori by name (12 MB), reads their files, prints what is missing. Exit code 0:
 all there, or the package index cannot be reached; 1: something is missing. `make mori-contract` runs it.
 """
 

@@ -35,7 +35,7 @@ _NEEDS = (
     _Need(
         "nixl",
         ("nixl",),
-        "transport nixl: the default for CUDA caches, and the only one between machines",
+        "transport nixl: the default for CUDA caches, and between machines",
         Verdict.WARNING,
         "pip install nixl, unless all engines are CPU engines of one host",
     ),

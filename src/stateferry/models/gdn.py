@@ -17,7 +17,7 @@ def gdn_config(
 
     The linear head size is 128 because vLLM's CPU kernel takes no other. Two heads of 256 keep an
     attention token at 2 KiB, so that vLLM's blocks (an attention page must be no smaller than a
-    state) stay below 100 tokens. The last layer has experts, the others a plain MLP.
+    state) stay near 100 tokens. The last layer has experts, the others a plain MLP.
     """
     return {
         "architectures": [ARCHITECTURE],
