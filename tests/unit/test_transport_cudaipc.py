@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
-from stateferry.errors import TransportError, TransportUnavailable
+from stateferry.errors import ProtocolError, TransportError, TransportUnavailable
 from stateferry.testing.conformance import CHECKS
 from stateferry.testing.transport_reads import pieces
 from stateferry.transport import TransferState, TransportOptions, create_transport
@@ -145,9 +146,22 @@ def test_a_launch_that_fails_half_way_is_quiet_when_it_has_failed(double: Double
         assert transfer.quiet
         assert not double.pending
         assert "could not launch: cudaipc: launching the copy: invalid (CUDA error 400)" in transfer.error
+        assert len(reader.gatherer._free) == 1, "its memory is not used again"  # type: ignore[attr-defined]
         del double.fail["cuLaunchKernel"]
         peer.close()
     assert not double.mapped
+    target.end()
+
+
+def test_a_region_that_cannot_be_memory_is_refused_and_nothing_stays_mapped(double: Double) -> None:
+    target = DoubleTarget([4096], 1, double)
+    said = msgspec.msgpack.decode(target.registration)
+    said["allocations"][0][1], said["regions"][0][2] = 1 << 60, 1 << 59
+    with make_transport() as reader:
+        reader.register(DoubleLocal([4096], double).regions())
+        with pytest.raises(ProtocolError, match="cannot be memory"):
+            reader.connect(msgspec.msgpack.encode(said), 1.0)
+        assert not double.mapped
     target.end()
 
 

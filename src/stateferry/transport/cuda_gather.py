@@ -206,6 +206,7 @@ class Gatherer:
             launched.start(spans, seal_address, seal_bytes, self._copiers, self._stream)
         except BaseException:
             cuda_driver.synchronize(self._stream)  # part of it may be: not failed before it is quiet
+            self.retire(launched)
             raise
         return launched
 

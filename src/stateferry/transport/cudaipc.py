@@ -208,15 +208,7 @@ class _CudaIpcPeer(Peer):
         self._mapped: list[int] = []
         gatherer.enter()
         try:
-            for handle, _ in blob.allocations:
-                self._mapped.append(cuda_driver.map_handle(handle))
-        except TransportError as e:
-            self._unmap()
-            raise TransportUnavailable(str(e)) from e
-        spans = [(self._mapped[p.allocation] + p.offset, p.size) for p in blob.regions]
-        self.remote = RegionTable("remote", spans)
-        self.cookie_address = self._mapped[blob.cookie_place.allocation] + blob.cookie_place.offset
-        try:
+            self._map(blob)
             self._probe()
         except BaseException:
             self._unmap()
@@ -245,6 +237,19 @@ class _CudaIpcPeer(Peer):
         if not self.process.alive:
             return "the peer's process ended"
         return "" if seal == self.cookie else "the peer closed its transport"
+
+    def _map(self, blob: _Registration) -> None:
+        try:
+            for handle, _ in blob.allocations:
+                self._mapped.append(cuda_driver.map_handle(handle))
+        except TransportError as e:
+            raise TransportUnavailable(str(e)) from e
+        spans = [(self._mapped[p.allocation] + p.offset, p.size) for p in blob.regions]
+        try:
+            self.remote = RegionTable("remote", spans)
+        except ValueError as e:
+            raise ProtocolError(f"cudaipc registration: {e}") from e
+        self.cookie_address = self._mapped[blob.cookie_place.allocation] + blob.cookie_place.offset
 
     def _probe(self) -> None:
         """Read the cookie once: a registration of an earlier life must not be connected to."""
