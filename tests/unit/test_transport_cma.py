@@ -180,6 +180,9 @@ def test_what_proc_says_is_parsed(tmp_path: Path) -> None:
     assert view.ptrace_scope() is None
     assert (view.boot_id(), view.pid_namespace()) == ("abc", "pid:[1]")
     assert linux.ProcView().start_time(os.getpid()) is not None
+    cut_in_a_character = "Prozeß".encode()[:-1]
+    (tmp_path / "7/stat").write_bytes(b"7 (" + cut_in_a_character + f") S {fields}".encode())
+    assert view.start_time(7) == 22
 
 
 def test_under_yama_1_the_registering_side_lets_its_user_read(

@@ -103,7 +103,8 @@ class ProcView:
 
     def _text(self, name: str) -> str | None:
         try:
-            return (self.root / name).read_text().strip()
+            # A process's name is cut after 15 bytes, be it in the middle of a character.
+            return (self.root / name).read_text(errors="replace").strip()
         except OSError:
             return None
 
