@@ -129,6 +129,25 @@ def test_where_nothing_is_left_every_reason_is_told() -> None:
             transport.connect(registration, 1.0)
 
 
+def test_one_that_does_not_close_keeps_none_of_the_others_open() -> None:
+    closed = []
+
+    class Told(MemoryTransport):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    class Stuck(Told):
+        def close(self) -> None:
+            super().close()
+            raise TransportError("stuck: the device failed")
+
+    transport = preferred(a=Told, b=Stuck, c=Told)
+    with pytest.raises(TransportError, match="the device failed"):
+        transport.close()
+    assert len(closed) == 3
+
+
 def test_a_plain_registration_is_not_taken_for_one_of_several() -> None:
     with preferred(memory=MemoryTransport) as transport, MemoryTransport() as plain:
         transport.register(Local((64,)).regions())

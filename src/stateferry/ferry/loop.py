@@ -21,6 +21,7 @@ from stateferry.ferry.guard import Guard
 from stateferry.ferry.handoff_log import HandoffLog
 from stateferry.ferry.keys import ControlKey, numeric
 from stateferry.ferry.producer import ProducerService
+from stateferry.ferry.quiet import LogLimit
 from stateferry.ferry.setup import FerrySetup
 from stateferry.layout.fingerprint import encode_layout
 from stateferry.session import Grant, Orders, refused
@@ -213,6 +214,7 @@ class Loop:
 
         Leans on as little of the rest as it can: part of that is broken.
         """
+        limit = LogLimit()
         while not self.desk.stopping.is_set():
             try:
                 self.desk.refuse_orders()
@@ -221,7 +223,9 @@ class Loop:
                 self._producer.ledger.expire(self._clock.now_s())
                 self._publish()
             except Exception:
-                logger.exception("error while the ferry thread winds down; it tries again")
+                if limit.may_log(self._clock.now_s()):
+                    what = limit.left_out()
+                    logger.exception("error while the ferry thread winds down; it tries again%s", what)
             self.desk.stopping.wait(WIND_DOWN_LOOK_S)
 
 

@@ -7,6 +7,7 @@ reasons are logged once, and all of them are in the error where nothing is left.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Annotated
 
 import msgspec
@@ -82,9 +83,10 @@ class PreferredTransport(Transport):
         raise TransportUnavailable(f"no transport reaches the peer: {'; '.join(reasons)}")
 
     def close(self) -> None:
-        """Close all of them."""
-        for transport in self._transports.values():
-            transport.close()
+        """Close all of them, whatever one of them says to that."""
+        with ExitStack() as closing:
+            for transport in self._transports.values():
+                closing.callback(transport.close)
 
     def _leave_out(self, name: str, error: TransportError) -> None:
         self._refused[name] = str(error)
