@@ -189,4 +189,3 @@ class TransportOptions:
     """What the `faults` transport is to do, as an operator wrote it."""
     memory_kind: MemoryKind = MemoryKind.CPU
     """Where this engine's cache lies, for a transport that picks another."""
-    extra: dict[str, str] = field(default_factory=dict)

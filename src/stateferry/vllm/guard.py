@@ -25,7 +25,7 @@ def guarded(
             except Exception:
                 first = args[0] if args else None
                 logger.exception(
-                    "defect in %s; request=%s is served without a hand-off",
+                    "defect in %s, which does nothing this time: request=%s",
                     hook.__name__,
                     getattr(first, "request_id", "-"),
                 )
