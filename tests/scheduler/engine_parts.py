@@ -48,8 +48,8 @@ class CacheModel:
     """vLLM's mamba cache mode: a state for each block, or (`none`) one for each request."""
     scratch: int = 0
     """Slots for speculated states behind the one that counts."""
-    drafting: bool = False
-    """Whether as many tokens are drafted each step."""
+    drafting: str = ""
+    """How as many tokens are drafted each step: `ngram`, or `mtp`, whose layers vLLM has regard for."""
     window: int = 0
     """Tokens of one more group with a sliding window."""
     hash_block: int | None = None
@@ -110,7 +110,7 @@ def make_config(
     config.parallel_config = copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = ranks
     if model.drafting:
-        config.speculative_config = _speculation(model.scratch)
+        config.speculative_config = _speculation(model.drafting, model.scratch)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="StateFerryConnector",
         kv_role=role,
@@ -120,14 +120,18 @@ def make_config(
     return config
 
 
-def _speculation(tokens: int) -> Any:
-    """As much of a SpeculativeConfig as the scheduler asks for: a drafter without layers."""
+def _speculation(method: str, tokens: int) -> Any:
+    """As much of a SpeculativeConfig as the scheduler and the connector ask for."""
+    layers = method == "mtp"
     return SimpleNamespace(
-        method="ngram",
+        method=method,
         model=None,
+        draft_model_config=SimpleNamespace(architecture="Qwen3NextMTP") if layers else None,
+        use_eagle=lambda: layers,
+        use_eagle_block_drop=lambda: layers,
         num_speculative_tokens=tokens,
         num_speculative_tokens_per_batch_size=None,
-        **dict.fromkeys(("use_eagle", "use_eagle_block_drop", "use_dspark", "use_dflash"), lambda: False),
+        **dict.fromkeys(("use_dspark", "use_dflash"), lambda: False),
         uses_draft_model=lambda: False,
         uses_dynamic_speculative_decoding=lambda: False,
         use_multi_module_mtp=lambda: False,
@@ -210,4 +214,8 @@ def _groups(model: CacheModel) -> list[KVCacheGroupSpec]:
             sliding_window=model.window,
         )
         groups.append(KVCacheGroupSpec(["window.0", "window.1"], window))
-    return [*groups, KVCacheGroupSpec(["attention.0", "attention.1"], attention)]
+    drafts = model.drafting == "mtp"  # vLLM marks the group that a draft layer is in
+    return [
+        *groups,
+        KVCacheGroupSpec(["attention.0", "attention.1"], attention, is_eagle_group=drafts),
+    ]

@@ -41,7 +41,7 @@ PATIENCE_S = 45.0
 
 HYBRID = CacheModel(states=3)
 HYBRID_SPECULATIVE = CacheModel(states=3, scratch=2)
-HYBRID_DRAFTING = CacheModel(states=3, scratch=2, drafting=True)
+HYBRID_DRAFTING = CacheModel(states=3, scratch=2, drafting="ngram")
 HYBRID_FINE = CacheModel(states=2, block=8, hash_block=4)
 """Prefix hits may end inside a block."""
 HYBRID_UNCACHED = CacheModel(states=3, mode="none")

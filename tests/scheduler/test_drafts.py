@@ -26,6 +26,7 @@ MODELS = {
     "align": HYBRID_DRAFTING,
     "align, one draft": replace(HYBRID_DRAFTING, scratch=1),
     "align, nearly a block of drafts": replace(HYBRID_DRAFTING, scratch=3),
+    "align, layers draft": replace(HYBRID_DRAFTING, drafting="mtp"),
     "none": replace(HYBRID_DRAFTING, mode="none"),
 }
 HITS = ("no hit", "part on D", "all on D", "part on P", "all on P", "all on both")
@@ -66,6 +67,22 @@ def test_the_first_step_after_a_load_is_filled_up_but_not_across_a_block() -> No
     for computed, count in first:
         crosses = computed // block < (computed + drafts) // block
         assert count == (1 if crosses and (computed + 1 + drafts) % block else 1 + drafts), computed
+
+
+@pytest.mark.parametrize(("drafting", "dropped"), [("ngram", 0), ("mtp", 1)])
+def test_a_hit_of_an_engine_whose_layers_draft_is_a_block_shorter_and_the_rest_is_loaded(
+    drafting: str, dropped: int
+) -> None:
+    """The drafter needs what the model made of the tokens before; `stateferry gate` goes by the same."""
+    model = replace(HYBRID_DRAFTING, drafting=drafting)
+    with Pair(model) as pair:
+        prompt = list(range(4 * model.block + 2))
+        pair.consumer.add(prompt[: 3 * model.block + 1])
+        pair.run()
+        pair.hand_off(prompt, max_tokens=TOKENS)
+        (load,) = pair.consumer.loads
+        assert load.local_tokens == (3 - dropped) * model.block
+        pair.check_idle()
 
 
 def test_a_hand_off_beside_requests_that_draft_already() -> None:
