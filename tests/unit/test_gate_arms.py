@@ -16,6 +16,7 @@ from stateferry.gate.damages import ANY_FEATURE, DIGEST_MUTANTS, MUTANTS
 from stateferry.gate.engines import Facts
 from stateferry.gate.report import ModelReport
 from stateferry.gate.run import Size, judge_engines
+from stateferry.gate.speculation import Speculation
 from stateferry.gate.subjects import Subject
 from stateferry.stack import AnswerError, Completion, Logprobs
 from stateferry.testing.mutants import DAMAGES_NOTHING
@@ -57,6 +58,8 @@ class Pretended:
     """A part that no hand-off brings."""
     noise: float = 0.0
     """Added to every log-probability of a decode leg."""
+    drafts: int = 0
+    """Rows by which a first step is filled up, but not across a block: then it rounds otherwise."""
     jitter: bool = False
     """No two answers are the same."""
     state_bytes: int = 100
@@ -123,7 +126,9 @@ class Pretended:
         blocks = -(-(len(prompt) - 1) // BLOCK) - held // BLOCK
         sizes = {"state": self.state_bytes, "attention": blocks * 10 - self.short_by}
         outcome = {"outcome": "received", "reason": "", "tokens": len(prompt) - 1, "bytes": sizes}
-        return self._answer(memory, prompt, max_tokens, outcome, self.noise)
+        length = len(prompt) - 1
+        crosses = length % BLOCK and length // BLOCK < (length + self.drafts) // BLOCK
+        return self._answer(memory, prompt, max_tokens, outcome, 1e-9 if crosses else self.noise)
 
     def forget(self, *, prefill: bool = False, decode: bool = False) -> None:
         """See Engines."""
@@ -217,8 +222,10 @@ def source(seed: int, length: int) -> Tokens:
     return tuple(random.Random(f"{seed} {length}").choices(range(1, 99), k=length))
 
 
-def judged(engines: Pretended, lacking: frozenset[str] = frozenset()) -> ModelReport:
-    subject = Subject("pretended", source, lacking, lambda folder: folder)
+def judged(
+    engines: Pretended, lacking: frozenset[str] = frozenset(), speculation: Speculation | None = None
+) -> ModelReport:
+    subject = Subject("pretended", source, lacking, lambda folder: folder, speculation=speculation)
     return judge_engines(engines, subject, SIZE, "memory")
 
 
@@ -300,6 +307,19 @@ def test_noise_of_a_billionth_is_not_exact() -> None:
     report = judged(Pretended(noise=1e-9))
     assert report.clean.exact == 2  # the two prompts of which nothing moves
     assert not report.passed
+
+
+def test_steps_of_another_shape_may_round_otherwise_where_engines_draft() -> None:
+    report = judged(Pretended(drafts=3), speculation=Speculation("ngram", 3))
+    assert report.passed, report.failures()
+    assert report.clean.exact < report.clean.right == report.clean.same_tokens == SIZE.prompts
+    assert all(tally.judged == tally.asked for tally in report.mutants)
+    assert not judged(Pretended(drafts=3)).passed, "engines that do not draft have no such excuse"
+
+
+@pytest.mark.parametrize("defect", [{"noise": 1e-9}, {"loses": "heads"}, {"short_by": 3}])
+def test_other_defects_of_engines_that_draft_are_found_all_the_same(defect: dict[str, Any]) -> None:
+    assert not judged(Pretended(drafts=3, **defect), speculation=Speculation("ngram", 3)).passed
 
 
 def test_an_engine_that_disagrees_with_itself_is_named() -> None:

@@ -79,6 +79,18 @@ def test_where_an_engine_drops_a_block_of_a_hit_more_is_held_and_something_moves
         assert case.held_tokens == case.hit_tokens
 
 
+def test_which_steps_have_another_shape_is_what_was_seen_on_engines() -> None:
+    """Blocks of 128, three n-gram drafts, prefixes cached: these and no others differed, by rounding."""
+    seen = [6, 7, 10, 13, 16, 19, 24, 27, 28, 32, 53]
+    settings = {"block_tokens": 128, "chunk_tokens": 1024, "longest": 4078, "source": source}
+    found = make_cases(64, caching=True, drafts=3, **settings)
+    assert [case.number for case in found if case.reshaped] == seen
+    layers = make_cases(64, caching=True, drafts=2, drops=1, **settings)
+    assert [case.number for case in layers if case.reshaped] == [6, 7, 10, 13, 32, 53]
+    for nothing in ({"caching": True}, {"caching": False, "drafts": 3}):
+        assert not any(case.reshaped for case in make_cases(64, **(settings | nothing)))
+
+
 def test_lengths_stay_within_what_the_engines_take() -> None:
     assert max(len(case.prompt) for case in cases(longest=300)) == 300
     assert all(case.hit is Hit.NONE for case in cases(caching=False))

@@ -212,6 +212,11 @@ def _show_model(console: Console, model: ModelReport) -> None:
         f"{plain.same_token} same first token, largest difference {plain.max_logprob_difference:.3g}",
         highlight=False,
     )
+    if clean.same_tokens > clean.exact:
+        console.print(
+            f"  {clean.same_tokens - clean.exact} more with the same tokens, after a step of another shape",
+            highlight=False,
+        )
     for name, drafts in (model.drafts or {}).items():
         console.print(
             f"  {model.speculation} of the {name} engine: {drafts.accepted:,} of {drafts.proposed:,} drafts "

@@ -7,7 +7,7 @@ q + [g0], so what is handed off is h(K) and the KV of K tokens.
 import enum
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stateferry.gate.prompts import PromptSource, Tokens
 
@@ -49,6 +49,9 @@ class Case:
     """The prompt itself goes to both engines: one token has no prefix to hand off."""
     held_tokens: int = 0
     """How much of the prompt an engine must hold for the hit."""
+    reshaped: bool = False
+    """Whether two engines compute one of its tokens in a step of another shape than one engine does: other
+    shapes round otherwise."""
 
     @property
     def moves(self) -> bool:
@@ -73,9 +76,10 @@ def make_cases(
     caching: bool,
     source: PromptSource,
     drops: int = 0,
+    drafts: int = 0,
 ) -> list[Case]:
     """`count` cases. `longest`: the most tokens that a prompt may have. `caching`: hits are possible.
-    `drops`: blocks at the end of a hit that an engine computes all the same.
+    `drops`: blocks at the end of a hit that an engine computes all the same. `drafts`: tokens drafted a step.
     """
     borders = list(_borders(block_tokens, chunk_tokens))
     shapes: list[Shape] = []
@@ -96,7 +100,19 @@ def make_cases(
             cases.append(Case(number, kind, prompt, hit, found[0], held_tokens=found[1]))
         else:
             cases.append(Case(number, kind, prompt))
-    return cases
+    if not (drafts and caching):
+        return cases
+    return [replace(case, reshaped=_reshaped(case, block_tokens, drafts)) for case in cases]
+
+
+def _reshaped(case: Case, block_tokens: int, drafts: int) -> bool:
+    """vLLM fills up a request's first step to as many rows as a step with drafts has; with cached prefixes
+    not where those rows would cross a block. And of what a hit leaves, it computes a single token like a
+    first step, or like a prompt's end."""
+    length = len(case.prompt)
+    crosses = length % block_tokens > 0 and length // block_tokens < (length + drafts) // block_tokens
+    left = length - case.hit_tokens
+    return crosses or (case.hit.on_prefill and left == 1) or (case.hit.on_decode and left == 0)
 
 
 def _borders(block: int, chunk: int) -> Iterator[Shape]:

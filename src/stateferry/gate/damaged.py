@@ -62,6 +62,7 @@ def usable(arms: Arms, clean: Sequence[CleanResult], mutant: Mutant, prompts: in
         r.reference.case.number: r.reference
         for r in clean
         if r.right
+        and r.difference is None
         and r.reference.case.moves
         and mutant.shows(len(r.reference.case.prompt), block_tokens)
         and (mutant.other is None or mutant.other(r.reference, block_tokens, arms.source) is not None)

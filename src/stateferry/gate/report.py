@@ -26,7 +26,7 @@ class CleanSummary:
     same_tokens: int
     """Exact, or with other log-probabilities of the same tokens."""
     right: int
-    """Exact, and every byte accounted for."""
+    """Exact (or the same tokens, where a step had another shape), and every byte accounted for."""
     kinds: dict[str, int]
     """How many prompts of which kind."""
     hits: dict[str, int]

@@ -249,6 +249,7 @@ def judge_engines(
         caching=facts.caching,
         source=subject.source,
         drops=int(subject.speculation is not None and subject.speculation.has_layers),
+        drafts=subject.speculation.tokens if subject.speculation is not None else 0,
     )
     name = f"{subject.name}: {len(cases)} prompts, {size.tokens} tokens each"
     with stages.stage("clean", name, len(cases)) as step:
