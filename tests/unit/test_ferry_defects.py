@@ -1,5 +1,6 @@
 """A ferry thread that meets a defect strands nobody: neither what was open nor what comes after."""
 
+import logging
 import threading
 from typing import Any
 
@@ -174,6 +175,23 @@ def test_a_defect_while_a_link_connects_again_does_not_leave_it_ready_without_a_
         assert consumer.read("first", offer, LOCAL).failed == {"first"}
         assert not consumer.read("second", producer.grant(40, TABLES, "other"), LOCAL).failed
     assert transport.inner.connects == 3  # type: ignore[attr-defined]
+
+
+def test_results_are_given_to_vllm_although_they_cannot_be_logged() -> None:
+    class Broken(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise ZeroDivisionError("an operator's filter")
+
+    broken, logger = Broken(), logging.getLogger("stateferry.ferry.handoff_log")
+    logger.addFilter(broken)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        with EngineRank("p") as producer, EngineRank("d") as consumer:
+            assert not consumer.read("r", producer.grant(40, TABLES), LOCAL).failed
+    finally:
+        logger.removeFilter(broken)
+        logger.setLevel(level)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])

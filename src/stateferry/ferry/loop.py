@@ -201,9 +201,11 @@ class Loop:
         answered = self._consumer.inquiries.take_answered()
         renounced = self._producer.ledger.take_renounced()
         if sent or ended or lost or waiting or apart or answered or renounced:
-            self._log.ended(e.report for e in ended)
             kept = self._producer.take_kept()
-            self.desk.outbox.put(sent, ended, lost, kept, waiting, apart, answered, renounced)
+            try:
+                self._log.ended(e.report for e in ended)
+            finally:  # vLLM waits for these, whatever an operator's logging does
+                self.desk.outbox.put(sent, ended, lost, kept, waiting, apart, answered, renounced)
         # After the results: whoever sees that all is over can also take how it ended.
         consumed = open_here.open_count + self._consumer.inquiries.open_count
         self.desk.count_open(self._producer.ledger.open_count + consumed)
