@@ -5,9 +5,11 @@ vLLM calls everything here on the worker's own thread, between and around forwar
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from stateferry.config import Config, LoadMode, control_port
+from stateferry.errors import TransportError
 from stateferry.ferry import Fence, Ferry, FerrySetup, no_fence
 from stateferry.ids import EngineId, RequestId, TransferId, new_epoch
 from stateferry.layout.fingerprint import encode_layout
@@ -236,9 +238,16 @@ class WorkerHalf:
             return no_fence
         import torch
 
-        event = torch.cuda.Event()
-        event.record()
+        try:
+            event = torch.cuda.Event()
+            event.record()
+        except RuntimeError as e:
+            return partial(_never_told, f"the device failed: {e}")  # orders go all the same, and are answered
         return lambda: bool(event.query())
+
+
+def _never_told(why: str) -> bool:
+    raise TransportError(why)
 
 
 def _on_rocm() -> bool:
