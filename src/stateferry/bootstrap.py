@@ -8,6 +8,7 @@ in-tree Mooncake connector answers like this; its routers read `engine_id`, and 
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -58,11 +59,12 @@ class BootstrapService:
 
     def __init__(self, host: str, port: int) -> None:
         """Bind; whoever asks before `start` waits. Port 0: the system picks. Raises ConfigError."""
-        sixth = ":" in host
-        family = socket.AF_INET6 if sixth else socket.AF_INET
-        both = sixth and socket.has_dualstack_ipv6()  # `::` is for everybody, as it is for control sockets
+        ipv6 = ":" in host
+        family = socket.AF_INET6 if ipv6 else socket.AF_INET
+        # `::` is for everybody, as it is for control sockets.
+        dualstack = ipv6 and socket.has_dualstack_ipv6()
         try:
-            self._listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
+            self._listener = socket.create_server((host, port), family=family, dualstack_ipv6=dualstack)
         except OSError as e:
             raise ConfigError(
                 f"cannot answer routers on {host}:{port}: {e}. Set 'bootstrap_port' in "
@@ -89,7 +91,8 @@ class BootstrapService:
     def stop(self) -> None:
         """Close every connection and the port. Waits `STOP_S` at most. Idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(STOP_S)
         self._listener.close()
 

@@ -73,7 +73,7 @@ def test_a_router_reads_what_a_decode_leg_can_use(service: BootstrapService) -> 
         assert (promise.address.host, promise.address.port) == (HOST, port)
 
 
-def test_an_address_of_the_sixth_version_is_one_that_a_decode_leg_can_use() -> None:
+def test_an_ipv6_address_is_one_that_a_decode_leg_can_use() -> None:
     told = json.loads(query_answer({0: (EngineId("e"), [RankAddress("fe80::1%eth0", 5600, Epoch(7))])}))
     assert told["0"]["worker_addr"]["0"]["0"] == "tcp://[fe80::1%eth0]:5600"
     promise = parse_promise({"transfer_id": "x", "remote_engine_id": told["0"]["engine_id"]})
