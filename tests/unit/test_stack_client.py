@@ -173,22 +173,26 @@ def test_no_server_is_an_error_without_a_status(client: Client) -> None:
     assert caught.value.status == 0
 
 
-@pytest.mark.parametrize("text", ["<html>Log in</html>", "[]", "null", '{"choices": [1]}'])
+@pytest.mark.parametrize("text", ["<html>Log in</html>", "[]", "null", "{}", '{"choices": [1]}'])
 def test_a_page_of_another_server_is_an_error_and_no_traceback(text: str, fake: Fake, client: Client) -> None:
     asks: list[Callable[[], object]] = [
         lambda: client.complete(fake.url, "x"),
         lambda: client.models(fake.url),
         lambda: client.reset_prefix_cache(fake.url),
     ]
-    for ask in asks[: 2 if text.startswith("{") else None]:
+    for ask in asks[: 2 if text.startswith("{") else None]:  # a reset is well with any object
         fake.will(text)
         with pytest.raises(AnswerError, match="does not answer like a vLLM server") as caught:
             ask()
         assert caught.value.status == 0, "nothing that an engine said of a request"
 
 
-def test_a_stream_of_another_server_is_an_error_and_no_traceback(fake: Fake, client: Client) -> None:
-    fake.will("data: <html>\n\n")
+@pytest.mark.parametrize("text", ["data: <html>\n\n", "<html>", ""])
+def test_a_stream_of_another_server_is_an_error_and_no_traceback(
+    text: str, fake: Fake, client: Client
+) -> None:
+    """Symptom of the last two: an empty answer."""
+    fake.will(text)
     with pytest.raises(AnswerError, match="does not answer like a vLLM server"):
         client.complete(fake.url, "x", stream=True)
 

@@ -95,6 +95,8 @@ def completion(
     for part in parts:
         if "error" in part:
             raise AnswerError(f"{url} gave the request up: {part['error']}", 200)
+    if not any("choices" in part for part in parts):
+        raise AnswerError(f"{url} does not answer like a vLLM server: it made no choices")
     choices = [choice for part in parts for choice in part.get("choices") or ()]
     usage: Mapping[str, Any] = next((part["usage"] for part in reversed(parts) if part.get("usage")), {})
     reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
