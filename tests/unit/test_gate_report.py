@@ -125,6 +125,14 @@ def test_the_last_line_is_json_and_the_exit_code_is_the_verdict(
     assert "state withheld" in result.stderr
 
 
+def test_a_folder_with_brackets_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Symptom: rich took them for markup: the name lost a part, or the gate ended with a traceback."""
+    result = run(monkeypatch, report(model="tiny[/v1]"), "--full", "--output", str(tmp_path / "[bold]"))
+    assert result.exit_code == 0, result.output
+    assert "tiny[/v1] over cma" in result.stdout
+    assert "[bold]/gate-full-cma-" in result.stdout.replace("\n", "")
+
+
 def test_engines_that_do_not_start_are_told_in_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **settings: Any) -> GateReport:
         raise EngineError("prefill ended with exit code 1")

@@ -133,7 +133,7 @@ def gate(
     _show(console, report)
     result = report.to_json()
     if full:
-        console.print(f"Written to {_write(report, results)}")
+        console.print(f"Written to {_write(report, results)}", markup=False, highlight=False)
     if json_output:
         print(json.dumps(result))
     raise typer.Exit(0 if report.passed else 1)
@@ -210,6 +210,7 @@ def _show_model(console: Console, model: ModelReport) -> None:
         f"{clean.attention_block_bytes:,} a block of attention, {clean.moved_bytes:,} in all\n"
         f"  for comparison, one engine that prefills the same prompt: {plain.same} of {plain.prompts} exact, "
         f"{plain.same_token} same first token, largest difference {plain.max_logprob_difference:.3g}",
+        markup=False,
         highlight=False,
     )
     if clean.same_tokens > clean.exact:
