@@ -71,7 +71,7 @@ def hang(patience_s: float = 20.0) -> None:
 def refused(consumer: EngineRank, name: str, offer: Offer) -> str:
     """Open a request and wait until it is lost; its reason."""
     consumer.open(name, offer)
-    assert consumer.wait_lost(name, 2.0).lost == {name}
+    assert consumer.wait_lost(name).lost == {name}
     consumer.close(name)
     (report,) = consumer.wait_idle().reports
     return report.reason
@@ -124,7 +124,7 @@ def test_a_leg_that_came_while_its_producer_was_greeted_again_fails_when_that_fa
         consumer.open("waits", wire.through(producer.grant(40, TABLES, "waits")))
         wait_until(lambda: consumer.ferry.open_count == 1 and bool(link_of(consumer).requests))
         consumer.ferry._loop._consumer._links._config = QUICK  # type: ignore[union-attr]
-        assert consumer.wait_lost("waits", 5.0).lost == {"waits"}
+        assert consumer.wait_lost("waits").lost == {"waits"}
         assert peers(consumer) == {"silent": 1}
         assert not link_of(consumer).claims_sent_s
 
@@ -145,7 +145,7 @@ def test_a_hand_off_that_is_open_lives_through_a_producer_that_hangs_for_a_while
     with wired(PATIENT) as (producer, wire, consumer):
         offer = wire.through(producer.grant(40, TABLES, "open"))
         consumer.open("open", offer)
-        wait_until(lambda: producer.ferry.counters.claimed == 2)
+        wait_until(lambda: producer.ferry.counters.claimed == 2 and not link_of(consumer).claims_sent_s)
         wire.hangs = True
         wait_until(lambda: link_of(consumer).broke)
         assert peers(consumer) == {"ready": 1}
@@ -214,7 +214,7 @@ def test_a_silent_producer_is_forgotten_when_nobody_needed_it_for_long(
         wait_until(lambda: peers(consumer) == {})
 
 
-def ask_for_an_offer_of_the_silent() -> None:
+def ask_for_an_offer_of_the_silent(patience_s: float = 20.0) -> None:
     """Both legs at once: the request is told at once, and the offer that is made later is given back."""
     with wired(Config(handshake_timeout_s=0.3, lease_s=600)) as (producer, wire, consumer):
         assert producer.address is not None
@@ -222,13 +222,13 @@ def ask_for_an_offer_of_the_silent() -> None:
         wait_until(lambda: peers(consumer) == {"silent": 1})
         consumer.ferry._loop._consumer.inquiries._config = PATIENT  # type: ignore[union-attr]
         wait_for(consumer, expect("r", replace(producer.address, port=wire.port)))
-        wait_until(lambda: consumer.ferry.open_count == 0, 0.5)
+        wait_until(lambda: consumer.ferry.open_count == 0, patience_s)
         reason = answers(consumer, "r")["r"].reason
         assert NAMED.search(reason)
         wire.hangs = False
         wait_until(lambda: producer.ferry._loop._producer.awaited.count == 1)  # type: ignore[union-attr]
         grant(producer, "r")
-        assert producer.wait_sent("prefill r", 2.0).sent == {"prefill r"}
+        assert producer.wait_sent("prefill r").sent == {"prefill r"}
 
 
 def test_a_leg_that_awaits_an_offer_of_a_producer_that_hangs_is_told_at_once() -> None:
@@ -238,7 +238,7 @@ def test_a_leg_that_awaits_an_offer_of_a_producer_that_hangs_is_told_at_once() -
 def test_a_leg_that_waits_for_the_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Links, "why_silent", lambda links, host, port: "")
     with pytest.raises(TimeoutError):
-        ask_for_an_offer_of_the_silent()
+        ask_for_an_offer_of_the_silent(0.5)
 
 
 def let_a_claim_go_unanswered(patience_s: float = 20.0) -> None:
