@@ -22,6 +22,11 @@ from stateferry.cli.showcase import Arm, Asked, ask_all
 from stateferry.cli.starting import step
 from stateferry.stack import Client, Completion, Engine, Handoff, Router
 
+pytestmark = pytest.mark.timeout(300)
+
+PATIENCE_S = 120.0
+"""How long a child may take to start or to end on a crowded machine; otherwise it takes moments."""
+
 RIGHT = "Paris . where is Clara Stone Rome ."
 GOOD = Asked(
     prompt="Clara Brook has the bell . where is Clara Brook",
@@ -190,7 +195,7 @@ def start(tmp_path: Path, interrupts: None) -> Iterator[Callable[..., Demo]]:
 
 
 def wait_for_log(demo: Demo, words: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not all(
         (demo.logs / name).exists() and words in (demo.logs / name).read_text()
         for name in ("prefill.log", "decode.log")
@@ -205,7 +210,7 @@ def test_ctrl_c_stops_everything(start: Callable[..., Demo], number: signal.Sign
     wait_for_log(demo, "starting")
     assert len(demo.left()) >= 2
     demo.process.send_signal(number)
-    output, errors = demo.process.communicate(timeout=30)
+    output, errors = demo.process.communicate(timeout=PATIENCE_S)
     assert demo.process.returncode == code
     assert demo.left() == []
     assert "Traceback" not in errors
@@ -229,7 +234,7 @@ def test_a_second_ctrl_c_kills_what_does_not_end_and_says_so(start: Callable[...
     demo.process.send_signal(signal.SIGINT)
     wait_for_log(demo, "heard and stays")
     demo.process.send_signal(signal.SIGINT)
-    output, errors = demo.process.communicate(timeout=30)
+    output, errors = demo.process.communicate(timeout=PATIENCE_S)
     assert demo.process.returncode == 130
     assert demo.left() == []
     assert "Traceback" not in errors
@@ -239,7 +244,7 @@ def test_a_second_ctrl_c_kills_what_does_not_end_and_says_so(start: Callable[...
 
 def test_an_engine_that_dies_ends_the_demo_with_its_reason(start: Callable[..., Demo]) -> None:
     demo = start("operator torchvision::nms does not exist", "sys.exit(1)", "--json")
-    output, errors = demo.process.communicate(timeout=30)
+    output, errors = demo.process.communicate(timeout=PATIENCE_S)
     assert demo.process.returncode == 3
     assert "operator torchvision::nms does not exist" in errors
     assert "Hint: torchvision does not fit" in errors
@@ -250,7 +255,7 @@ def test_an_engine_that_dies_ends_the_demo_with_its_reason(start: Callable[..., 
 
 def test_an_engine_that_hangs_ends_the_demo_in_time(start: Callable[..., Demo]) -> None:
     demo = start("hanging", "time.sleep(600)", "--timeout-s", "2")
-    _, errors = demo.process.communicate(timeout=30)
+    _, errors = demo.process.communicate(timeout=PATIENCE_S)
     assert demo.process.returncode == 3
     assert "not ready after 2 s" in errors
     assert demo.left() == []
