@@ -343,7 +343,7 @@ def test_a_request_that_ends_costs_nothing_of_those_that_wait(scripted: Scripted
 def test_addresses_that_nobody_asks_any_more_make_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client named 512 dead addresses: nobody else was asked until a minute after they were given up."""
     monkeypatch.setattr(ferry_inquiries, "MAX_PLACES", 2)
-    with EngineRank("p") as producer, EngineRank("d", config=Config(handshake_timeout_s=0.3)) as consumer:
+    with EngineRank("p") as producer, EngineRank("d", config=Config(handshake_timeout_s=1.5)) as consumer:
         dead = [RankAddress("127.0.0.1", port, Epoch(1)) for port in (9, 10)]
         wait_for(consumer, expect("a", dead[0]), expect("b", dead[1]), expect("c", producer.address))
         assert "2 prefill engines are asked already" in answers(consumer, "a", "b", "c")["c"].reason
