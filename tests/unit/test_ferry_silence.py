@@ -58,8 +58,10 @@ def wired(config: Config) -> Iterator[tuple[EngineRank, ControlWire, EngineRank]
     ):
         assert not consumer.read("met", wire.through(producer.grant(40, TABLES, "met")), LOCAL).failed
         producer.wait_sent("met")
-        yield producer, wire, consumer
-        wire.hangs = False  # or the end waits for what was not sent
+        try:
+            yield producer, wire, consumer
+        finally:
+            wire.hangs = False  # or the end waits for what was not sent
 
 
 def hang(patience_s: float = 20.0) -> None:
