@@ -1,6 +1,6 @@
 """The accuracy gate over two engines that speculate on CPU, and what a hand-off does to their drafts.
 
-    PYTHONPATH=src python tools/gate_drafts.py mtp ngram-cached     # some five minutes each
+    PYTHONPATH=src python tools/gate_drafts.py mtp ngram-cached     # a minute or three each
 
 `mtp` runs vLLM as it is, which caches no prefixes then. The others cache them, by `tools/cpu_drafts.py`,
 which stands in for what vLLM lacks on CPU. Where layers draft, a further arm counts how many drafts are
