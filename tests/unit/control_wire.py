@@ -17,6 +17,8 @@ GREETING_BYTES = 64
 """What each side of ZMTP 3 says before its first frame."""
 LONG, COMMAND = 2, 4
 """Flags of a frame: its size is of eight bytes, not of one; it is ZeroMQ's own."""
+PONG = b"\x04PONG"
+"""ZeroMQ's own sign of life, as it begins after its frame's head."""
 
 
 class Fate(enum.Enum):
@@ -39,6 +41,7 @@ class Stream:
     buffer: bytes = b""
     greeting_left: int = GREETING_BYTES
     """Passed on as it comes: both sides wait for the other's first bytes before they send the rest."""
+    pongs: int = 0
 
     def pass_on(self, data: bytes, judge: Judge) -> bool:
         """Forward what is whole. False: cut the connection here."""
@@ -65,6 +68,7 @@ class Stream:
 
     def _judged(self, frame: bytes, judge: Judge) -> Fate:
         if frame[0] & COMMAND:
+            self.pongs += frame[2:7] == PONG
             return Fate.PASS
         try:
             return judge(decode_message(frame[9 if frame[0] & LONG else 2 :]))
@@ -108,6 +112,11 @@ class ControlWire:
         """The offer, with its rank 0 to be reached over this wire."""
         (address,) = offer.ranks
         return replace(offer, ranks=(replace(address, port=self.port),))
+
+    @property
+    def pongs(self) -> int:
+        """Signs of life that were carried over connections that stand."""
+        return sum(stream.pongs for stream in list(self._streams.values()))
 
     def _run(self) -> None:
         while not self._over.is_set():

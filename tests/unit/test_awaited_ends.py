@@ -249,12 +249,12 @@ def pending(name: str, epoch: int = 5) -> AwaitAnswer:
 
 def test_a_release_that_a_restarted_producer_refuses_gives_nobody_else_up(scripted: Scripted) -> None:
     scripted.inquiries.ask(expect("old", NOBODY))
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     scripted.hear(pending("old", epoch=5))
     scripted.inquiries.close(RequestId("old"))
     assert isinstance(scripted.sent[-1], Release)
     scripted.inquiries.ask(expect("new", NOBODY))
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     scripted.hear(Refusal(reason="this engine is in epoch 6, not 5: it was restarted", epoch=Epoch(6)))
     assert scripted.reasons() == {}
     scripted.hear(Refusal(reason="await is not known", epoch=Epoch(6)))
@@ -266,12 +266,12 @@ def test_a_producer_that_answers_one_of_many_questions_is_not_called_dead(script
     for name in ("heard", "starved"):
         scripted.inquiries.ask(expect(name, NOBODY))
     for _ in range(29):
-        scripted.inquiries.tick()
+        scripted.inquiries.tick(scripted.clock.now_s())
         scripted.hear(pending("heard"))
         scripted.clock.advance(2.0)
     assert scripted.reasons() == {}
     scripted.clock.advance(2.0)
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     assert all("no offer within offer_timeout_s = 60 s" in said for said in scripted.reasons().values())
 
 
@@ -280,15 +280,15 @@ def test_a_producer_that_falls_silent_is_given_up_at_that_time_and_not_a_repetit
 ) -> None:
     end_s = scripted.clock.now_s() + 11.5
     scripted.inquiries.ask(expect("r", NOBODY))
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     scripted.clock.advance(1.5)
     scripted.hear(pending("r"))
     while (due_s := scripted.inquiries.next_deadline_s()) < end_s:
         scripted.clock.advance(due_s - scripted.clock.now_s())
-        scripted.inquiries.tick()
+        scripted.inquiries.tick(scripted.clock.now_s())
     assert (scripted.reasons(), due_s) == ({}, end_s)
     scripted.clock.advance(due_s - scripted.clock.now_s())
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     assert "has not answered for 10 s" in scripted.reasons()["r"]
 
 
@@ -298,11 +298,11 @@ def test_many_legs_are_asked_about_in_turns_each_as_often_as_any_other(scripted:
         scripted.inquiries.ask(expect(f"r{number}", NOBODY))
     asked = []
     for _ in range(3):
-        scripted.inquiries.tick()
+        scripted.inquiries.tick(scripted.clock.now_s())
         assert len(scripted.sent) <= ferry_inquiries.QUESTIONS_PER_TURN
         asked += scripted.asked()
     assert len(set(asked)) == len(asked) == count
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     assert scripted.asked() == []
     assert scripted.inquiries.next_deadline_s() == scripted.clock.now_s() + 2.0
 
@@ -310,12 +310,12 @@ def test_many_legs_are_asked_about_in_turns_each_as_often_as_any_other(scripted:
 def test_a_full_queue_is_tried_again_soon_where_somebody_takes_from_it(scripted: Scripted) -> None:
     scripted.inquiries.ask(expect("r", NOBODY))
     scripted.full = True
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     assert scripted.inquiries.next_deadline_s() == scripted.clock.now_s() + 2.0, "nobody was ever heard there"
     scripted.hear(pending("another"))
     scripted.clock.advance(2.0)
     scripted.hear(pending("another"))
-    scripted.inquiries.tick()
+    scripted.inquiries.tick(scripted.clock.now_s())
     assert scripted.inquiries.next_deadline_s() == scripted.clock.now_s() + ferry_inquiries.SOON_S
 
 

@@ -189,10 +189,11 @@ class ConsumerService:
             self.open_here.settle(reading)
         self.ahead.look_after_stuck()
 
-    def tick(self) -> None:
-        """Deadlines of links, and of claims and leases: better lost before vLLM gives any blocks."""
-        self.inquiries.tick()
-        self._links.tick(self._renew)
+    def tick(self, heard_s: float) -> None:
+        """Deadlines of links, and of claims and leases: better lost before vLLM gives any blocks. What peers
+        had said by `heard_s` was read."""
+        self.inquiries.tick(heard_s)
+        self._links.tick(self._renew, heard_s)
         self._links.sweep(self.open_here.pending_peers)
         now_s = self._clock.now_s()
         if now_s < self._next_look_s:

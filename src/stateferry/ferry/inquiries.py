@@ -100,7 +100,8 @@ class Inquiries:
         inquiry = Inquiry(expect, place, now_s)
         place.inquiries[promise.transfer_id] = self._waiting[expect.request_id] = inquiry
         self._look_again(inquiry, now_s)
-        if why := self._why_silent(host, port):
+        lately = now_s < place.heard_s + self._config.handshake_timeout_s
+        if not lately and (why := self._why_silent(host, port)):
             self.close(expect.request_id)  # asked all the same: what it offers when it answers is given back
             self._tell(expect, f"the prefill engine at {why}")
 
@@ -136,21 +137,27 @@ class Inquiries:
                 self._give_up(place, f"said what ended in a defect here: {e!r}")
         return True
 
-    def tick(self) -> None:
-        """Ask again, give up, and forget producers whom nobody asks any more."""
+    def tick(self, heard_s: float) -> None:
+        """Ask again, give up those who had not answered by `heard_s`, and forget producers whom nobody asks
+        any more."""
         now_s = self._clock.now_s()
+        unread: list[Inquiry] = []
         for _ in range(QUESTIONS_PER_TURN):
             if not self._due or self._due[0][0] > now_s:
                 break
             _, _, inquiry = heapq.heappop(self._due)
             if inquiry.over:
                 continue
-            if why := self._why_over(inquiry, now_s):
+            if heard_s < min(self._ends_s(inquiry)) <= now_s:
+                unread.append(inquiry)
+            elif why := self._why_over(inquiry, now_s):
                 self._end(inquiry)
                 self._release(inquiry)
                 self._answer(inquiry, f"the prefill engine at {inquiry.place.name} {why}")
             else:
                 self._ask_now(inquiry, now_s)
+        for inquiry in unread:
+            self._look_again(inquiry, now_s)
         if now_s >= self._release_again_at_s:
             for place in self._places.values():
                 place.release_again(now_s)

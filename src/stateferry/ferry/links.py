@@ -86,9 +86,12 @@ class Links:
         return next((link for link in self._links.values() if link.socket is socket), None)
 
     def why_silent(self, host: str, port: int) -> str:
-        """Since when a rank there, which was ready before, has not answered; empty: that is not known."""
-        links = (link for link in self._links.values() if link.state is LinkState.SILENT)
-        return next((n.reason for n in links if (n.address.host, n.address.port) == (host, port)), "")
+        """Since when a rank there, which was ready before, has not answered; empty: that is not known, or it
+        may have begun another life since."""
+        there = [n for n in self._links.values() if (n.address.host, n.address.port) == (host, port)]
+        if any(not link.refuses for link in there):
+            return ""
+        return next((link.reason for link in there if link.state is LinkState.SILENT), "")
 
     def meet(self, address: RankAddress) -> Link:
         """The link to that rank; greets it if it is new, or if its pause after a failure is over.
@@ -156,14 +159,15 @@ class Links:
         link.requests.clear()
         link.claims_sent_s.clear()
 
-    def tick(self, renew: Callable[[Link, float], None]) -> None:
-        """Hand-shakes that took too long, renewals that are due, links that nobody needs."""
+    def tick(self, renew: Callable[[Link, float], None], heard_s: float) -> None:
+        """Hand-shakes without an answer by `heard_s` that took too long, renewals that are due, links that
+        nobody needs."""
         now_s = self._clock.now_s()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             self._look_at_connections(now_s)
         for link in list(self._links.values()):
-            if why := self._waits_in_vain(link, now_s):
+            if why := self._waits_in_vain(link, heard_s):
                 self._give_up_greeting(link, why)
             elif link.waits_for_welcome and now_s >= link.repeat_at_s:
                 if link.connection is Connection.UP:
@@ -213,6 +217,9 @@ class Links:
             elif link.state is LinkState.SILENT and link.connection is Connection.REFUSED:
                 self.fail(link, GONE)
             link.ask_again(now_s, came_back)
+            if came_back and link.requests:
+                # Renewals went with the connection. The lease may be over when the next one is due.
+                link.next_renewal_s = min(link.next_renewal_s, now_s)
 
     def _is_a_stranger(self, link: Link) -> bool:
         """Whether its producer, to whom every connection is another consumer, was not told who asks over this
@@ -224,13 +231,13 @@ class Links:
             self.tally.add("stateferry_refusals", refusal_label(link.refused_field))
             link.refused_field = ""
 
-    def _waits_in_vain(self, link: Link, now_s: float) -> str:
+    def _waits_in_vain(self, link: Link, heard_s: float) -> str:
         """Why nobody is going to answer its greeting; empty: somebody may, or it has none."""
         if not link.waits_for_welcome:
             return ""
         if link.requests and link.connection is Connection.REFUSED:
             return GONE
-        return self._no_answer() if now_s >= link.greeted_s + self._config.handshake_timeout_s else ""
+        return self._no_answer() if heard_s >= link.greeted_s + self._config.handshake_timeout_s else ""
 
     def _give_up_greeting(self, link: Link, why: str) -> None:
         if link.state is not LinkState.GREETING:

@@ -130,6 +130,9 @@ class Loop:
                 logger.exception("error on the ferry thread; it goes on")
 
     def _turn(self) -> None:
+        # On a crowded machine this thread may get no processor for seconds anywhere from here on. Peers are
+        # judged by what had arrived before, which is read below: what they said meanwhile counts next time.
+        heard_s = self._clock.now_s()
         for socket, _ in self._poller.poll(self._wait_ms()):
             if socket == self.desk.wake:
                 self.desk.woken()
@@ -141,8 +144,8 @@ class Loop:
                 self._consumer.receive(socket)
         self._take_orders()
         self._consumer.advance()
-        self._consumer.tick()
-        self._producer.tick()
+        self._consumer.tick(heard_s)
+        self._producer.tick(heard_s)
         self._log.tick()
         self._publish()
 

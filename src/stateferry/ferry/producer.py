@@ -101,11 +101,11 @@ class ProducerService:
                 return
             self._handle(frames)
 
-    def tick(self) -> None:
-        """End what nobody renewed."""
+    def tick(self, heard_s: float) -> None:
+        """End what nobody had claimed or renewed by `heard_s`: what had come by then was answered."""
         now_s = self._clock.now_s()
         self.awaited.expire(now_s)
-        ended, answers = self.ledger.expire(now_s)
+        ended, answers = self.ledger.expire(heard_s)
         for holding in ended:
             # A claimant is an engine and its request.
             peer = holding.claimant.partition("/")[0] or "nobody"
