@@ -256,3 +256,20 @@ def test_an_error_of_the_server_is_shown(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-m", MODULE], env=env, capture_output=True, text=True)
     assert result.returncode == 1
     assert "OSError: a port is taken" in result.stderr
+
+
+TOLD = """
+import subprocess, sys
+from stateferry.cli import vllm_server
+word = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(9)); print(flush=True); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", word], stdout=subprocess.PIPE)
+child.stdout.readline()
+vllm_server.tell_descendants()
+print(child.wait(20))
+"""
+
+
+def test_processes_of_a_server_that_is_up_are_told_to_end_with_it() -> None:
+    """Symptom: vLLM killed an engine core that it expected to end by itself, and reported it dead."""
+    result = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("9\n", "")
