@@ -39,6 +39,9 @@ pass."""
 WIND_DOWN_LOOK_S = 0.02
 HANDSHAKE_MS = 10_000
 """A connection that has not shown who it is by then is closed."""
+BACKLOG = 4096
+"""Calls that the kernel takes for a process that hangs. Each consumer rank calls again and again, and those
+that it gave up count, too: where they are too many, the process looks as if it had ended."""
 MAX_SOCKETS = 4096
 """More than all links with the two sockets that watch each, all questions, and the listener with its own."""
 
@@ -236,6 +239,7 @@ class Loop:
 
 def _bind(listener: "zmq.Socket[bytes]", bind_host: str, port: int) -> int:
     listener.setsockopt(zmq.LINGER, 0)
+    listener.setsockopt(zmq.BACKLOG, BACKLOG)
     listener.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
     listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
