@@ -188,6 +188,7 @@ def test_dead_addresses_that_nobody_waits_for_any_more_make_room_for_a_producer(
         consumer.wait_lost("r3")
         for number in range(1, 4):
             consumer.close(f"r{number}")
+        consumer.ferry._loop._consumer._links._config = Config()  # type: ignore[union-attr]
         assert not consumer.read("good", producer.grant(40, TABLES), ((5, 6, 7), (8,))).failed
 
 

@@ -61,7 +61,7 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with Client(timeout_s=5) as client:
+    with Client(timeout_s=30) as client:
         yield client
 
 
