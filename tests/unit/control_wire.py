@@ -25,6 +25,7 @@ class Fate(enum.Enum):
     """What becomes of a message, and of the connection that it is on."""
 
     PASS = "passes"
+    GONE = "is lost, and its connection goes on for now"
     LOST = "lost with its connection"
     LAST = "last on its connection"
 
@@ -52,9 +53,9 @@ class Stream:
         while (size := self._whole()) is not None:
             frame, self.buffer = self.buffer[:size], self.buffer[size:]
             fate = self._judged(frame, judge)
-            if fate is not Fate.LOST:
+            if fate in (Fate.PASS, Fate.LAST):
                 self.to.sendall(frame)
-            if fate is not Fate.PASS:
+            if fate in (Fate.LOST, Fate.LAST):
                 return False
         return True
 
