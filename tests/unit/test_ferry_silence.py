@@ -19,7 +19,6 @@ from stateferry.ferry import connection as ferry_connection
 from stateferry.ferry import inquiries as ferry_inquiries
 from stateferry.ferry import links as ferry_links
 from stateferry.ferry.asking import Asking
-from stateferry.ferry.link import Link
 from stateferry.ferry.links import Links
 from stateferry.testing.peers import EngineRank, small_layout, wait_until
 from stateferry.wire import Offer, parse_offer
@@ -283,33 +282,3 @@ def test_a_process_that_is_stopped_and_goes_on() -> None:
     finally:
         child.kill()
         child.communicate()
-
-
-def owe_releases_to_the_silent(patience_s: float = 20.0) -> None:
-    """A client brings the same offers again and again while their producer hangs."""
-    with wired(QUICK) as (producer, wire, consumer):
-        wire.hangs = True
-        wait_until(lambda: peers(consumer) == {"silent": 1} and link_of(consumer).away)
-        for name in ("a", "b", "c"):
-            refused(consumer, name, replace(wire.through(producer.offer(40, TABLES)), lease_s=0.2))
-        wait_until(lambda: len(link_of(consumer).questions) == 0, patience_s)
-        assert link_of(consumer).away
-
-
-def test_releases_that_a_silent_producer_is_owed_are_forgotten_when_they_are_worth_nothing() -> None:
-    """Symptom: they were kept for as long as it hung."""
-    owe_releases_to_the_silent()
-
-
-def test_releases_that_are_kept_until_a_producer_answers_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right = Link.ask_again
-
-    def ask_again(link: Link, now_s: float, came_back: bool) -> None:
-        if not link.away:
-            right(link, now_s, came_back)
-
-    monkeypatch.setattr(Link, "ask_again", ask_again)
-    with pytest.raises(TimeoutError):
-        owe_releases_to_the_silent(0.5)

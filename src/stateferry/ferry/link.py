@@ -148,9 +148,8 @@ class Link:
 
     def ask_again(self, now_s: float, came_back: bool) -> None:
         """Send what waits, and what an answer may have been lost to."""
-        due = self.questions.due(now_s, came_back)  # forgets what is too late, whoever hangs over there
         if not self.away:
-            for asked in due:
+            for asked in self.questions.due(now_s, came_back):
                 asked.sent = self.send(asked.question)
 
     def greet(self, layout: CacheLayout, encoded: bytes, transport_name: str, software: str) -> None:
