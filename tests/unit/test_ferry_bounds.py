@@ -17,6 +17,7 @@ from stateferry.layout import shard
 from stateferry.layout.digest import table_digest
 from stateferry.layout.fingerprint import decode_layout, encode_layout
 from stateferry.layout.plan import make_plan
+from stateferry.layout.spec import CacheLayout
 from stateferry.session import Grant, VirtualClock
 from stateferry.testing.peers import ArrayMemory, EngineRank, small_layout
 from stateferry.wire import (
@@ -50,10 +51,10 @@ class Flood:
         self.sent += 1
 
 
-def test_a_flood_of_messages_does_not_keep_a_producer_from_its_leases() -> None:
-    flood, layout = Flood(), small_layout("p")
-    service = ProducerService(
-        flood,  # type: ignore[arg-type]
+def service_over(socket: object, layout: CacheLayout) -> ProducerService:
+    """A producer that hears and answers over that."""
+    return ProducerService(
+        socket,  # type: ignore[arg-type]
         VirtualClock(),
         layout,
         encode_layout(layout),
@@ -63,6 +64,11 @@ def test_a_flood_of_messages_does_not_keep_a_producer_from_its_leases() -> None:
         15.0,
         ArrayMemory(layout.region_sizes_bytes[0]),
     )
+
+
+def test_a_flood_of_messages_does_not_keep_a_producer_from_its_leases() -> None:
+    flood, layout = Flood(), small_layout("p")
+    service = service_over(flood, layout)
     service.receive()  # returns
     assert flood.sent == MESSAGES_PER_TURN
 
@@ -120,17 +126,7 @@ def digests_after_others_came(monkeypatch: pytest.MonkeyPatch, others: int, *, h
     for number in range(others):
         said += [(b"other %d" % number, hello), *([(b"first", renewal)] if heard_of else [])]
     socket = Script(*said, (b"first", question))
-    service = ProducerService(
-        socket,  # type: ignore[arg-type]
-        VirtualClock(),
-        layout,
-        encode_layout(layout),
-        "testing",
-        "memory",
-        b"",
-        15.0,
-        ArrayMemory(layout.region_sizes_bytes[0]),
-    )
+    service = service_over(socket, layout)
     service.grant(offer)
     service.receive()
     return socket.answers[-1][1]
