@@ -16,6 +16,9 @@ from stateferry.wire import DESCRIBE_PARAMS, RankAddress, engine_place, parse_de
 
 PROMPT = "a"
 TIMEOUT_S = 60.0
+"""A busy engine may take long to come to a prompt."""
+MODELS_S = 10.0
+"""Its HTTP server has the list at hand: whoever does not give it by then hangs."""
 QUERY_S = 5.0
 """As long as llm-d's sidecar waits."""
 
@@ -38,7 +41,7 @@ def ask_engine(url: str, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
     Raises AnswerError when it does not answer, ProtocolError or LayoutError when it answers something else.
     """
     url = url.rstrip("/")
-    with Client(timeout_s) as client:
+    with Client(min(timeout_s, MODELS_S)) as client:
         models = client.models(url)
     if not models:
         raise ProtocolError(f"{url} serves no model")
