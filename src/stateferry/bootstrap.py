@@ -19,7 +19,7 @@ import h11
 
 from stateferry.errors import ConfigError
 from stateferry.ids import EngineId
-from stateferry.wire import RankAddress, engine_place
+from stateferry.wire import RankAddress, authority, engine_place
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def query_answer(engines: Mapping[int, tuple[EngineId, Sequence[RankAddress]]]) 
             rank: {
                 "engine_id": engine_place(name, addresses[0]),
                 "worker_addr": {
-                    place: {0: f"tcp://{_url_host(address.host)}:{address.port}"}
+                    place: {0: f"tcp://{authority(address.host, address.port)}"}
                     for place, address in enumerate(addresses)
                 },
             }
@@ -178,7 +178,3 @@ class BootstrapService:
 
 def _words(message: str) -> bytes:
     return json.dumps({"error": message}).encode()
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -12,7 +12,7 @@ from stateferry.layout.fingerprint import decode_layout
 from stateferry.layout.spec import CacheLayout
 from stateferry.layout.survey import check_ranks
 from stateferry.stack import Client
-from stateferry.wire import DESCRIBE_PARAMS, RankAddress, engine_place, parse_description
+from stateferry.wire import DESCRIBE_PARAMS, RankAddress, authority, engine_place, parse_description
 
 PROMPT = "a"
 TIMEOUT_S = 60.0
@@ -58,8 +58,7 @@ def ask_engine(url: str, timeout_s: float = TIMEOUT_S) -> EngineAnswer:
 
 def query_url(url: str, bootstrap_port: int) -> str:
     """Where a router that knows a prefill engine by `url` asks before it sends both legs at once."""
-    host = urlsplit(url).hostname or ""
-    return f"http://{f'[{host}]' if ':' in host else host}:{bootstrap_port}/query"
+    return f"http://{authority(urlsplit(url).hostname or '', bootstrap_port)}/query"
 
 
 def why_not_told(query: str, ranks: Sequence[RankAddress], timeout_s: float = QUERY_S) -> str:

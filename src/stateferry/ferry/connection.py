@@ -14,7 +14,7 @@ import zmq
 from stateferry.ferry.guard import secure_client
 from stateferry.ferry.keys import ControlKey
 from stateferry.ferry.socket_events import SocketEvents
-from stateferry.wire import MAX_MESSAGE_BYTES, Message, RankAddress, encode_message
+from stateferry.wire import MAX_MESSAGE_BYTES, Message, RankAddress, authority, encode_message
 
 PATIENCE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -127,5 +127,4 @@ def _make_socket(
 
 
 def _dial(socket: "zmq.Socket[bytes]", address: RankAddress) -> None:
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    socket.connect(f"tcp://{host}:{address.port}")
+    socket.connect(f"tcp://{authority(address.host, address.port)}")

@@ -27,7 +27,7 @@ from stateferry.layout.fingerprint import encode_layout
 from stateferry.session import Grant, Orders, refused
 from stateferry.telemetry import Key
 from stateferry.transport.base import QUICK_PAUSE_S, QUICK_POLLS
-from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress
+from stateferry.wire import MAX_MESSAGE_BYTES, RankAddress, authority
 
 logger = logging.getLogger(__name__)
 
@@ -245,9 +245,8 @@ def _bind(listener: "zmq.Socket[bytes]", bind_host: str, port: int) -> int:
     listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     lose_patience(listener)  # or each consumer's machine that dies leaves a connection here for ever
     listener.setsockopt(zmq.IPV6, 1 if ":" in bind_host else 0)
-    host = f"[{bind_host}]" if ":" in bind_host else bind_host
     try:
-        listener.bind(f"tcp://{host}:{port or '*'}")
+        listener.bind(f"tcp://{authority(bind_host, port or '*')}")
     except zmq.ZMQError as e:
         raise ConfigError(
             f"cannot listen on {bind_host}:{port or '(any port)'}: {e}. Set 'port' (0: the system picks) or "

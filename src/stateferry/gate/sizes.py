@@ -37,7 +37,7 @@ def expected_sizes(config: Config, speculation: Speculation | None = None) -> Si
         return None
     drafts = speculation.tokens if speculation is not None else 0
     recurrent, attention, (window, matrix) = rule(config, drafts)
-    if speculation is not None and speculation.method == "mtp":
+    if speculation is not None and speculation.has_layers:
         attention += int(config.get("num_nextn_predict_layers", 0))
     return Sizes(
         state_bytes=frozenset(recurrent * (window * BF16 + matrix * width) for width in WIDTHS),

@@ -47,7 +47,7 @@ def bundled(speculation: Speculation | None = None) -> Subject:
     """The trained model in this package; with its draft layer where that is to speculate."""
     from stateferry.models import RECALL_GDN
 
-    if speculation is not None and speculation.method == "mtp":
+    if speculation is not None and speculation.has_layers:
         return _subject(
             "recall_mtp",
             recall_mtp_config(),
@@ -62,7 +62,7 @@ def bundled(speculation: Speculation | None = None) -> Subject:
 def seeded(family: str, speculation: Speculation | None = None) -> Subject:
     """A random checkpoint of a family, made for this run. Its `write` raises ConfigError where the installed
     vLLM cannot run it; and so does this for a way to speculate that it has no layers for."""
-    if speculation is not None and speculation.method == "mtp":
+    if speculation is not None and speculation.has_layers:
         raise ConfigError(
             f"--speculate mtp: the random model {family!r} has no draft layer; the bundled one has"
         )

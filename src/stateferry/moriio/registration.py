@@ -7,6 +7,7 @@ import msgspec
 import zmq
 
 from stateferry.moriio.settings import Moriio
+from stateferry.wire import authority
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +19,10 @@ _JOIN_S = 5.0
 
 def message(moriio: Moriio, *, produces: bool, data_parallel_size: int, tp_size: int) -> bytes:
     """What the router is told, in msgpack. An engine with both roles is a prefill engine, as in MoRIIO."""
-    host = f"[{moriio.address.host}]" if ":" in moriio.address.host else moriio.address.host
     return msgspec.msgpack.encode(
         {
             "type": PRODUCER if produces else CONSUMER,
-            "http_address": f"{host}:{moriio.http_port}",
+            "http_address": authority(moriio.address.host, moriio.http_port),
             "zmq_address": str(moriio.address),
             "dp_size": data_parallel_size,
             "tp_size": tp_size,
@@ -39,8 +39,7 @@ class Registration:
     """
 
     def __init__(self, proxy_host: str, proxy_port: int, said: bytes, interval_s: float = INTERVAL_S) -> None:
-        host = f"[{proxy_host}]" if ":" in proxy_host else proxy_host
-        self._endpoint = f"tcp://{host}:{proxy_port}"
+        self._endpoint = f"tcp://{authority(proxy_host, proxy_port)}"
         self._said = said
         self._interval_s = interval_s
         self._stopped = threading.Event()

@@ -31,6 +31,7 @@ from stateferry.wire.messages import (
 from stateferry.wire.params import (
     Offer,
     RankAddress,
+    authority,
     is_decode_leg,
     is_prefill_leg,
     offer_to_params,
@@ -64,6 +65,7 @@ __all__ = [
     "Renewal",
     "RenewalAnswer",
     "Welcome",
+    "authority",
     "decode_frames",
     "decode_message",
     "description_to_params",

@@ -41,6 +41,11 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     epoch: Annotated[Epoch, msgspec.Meta(ge=1, le=(1 << 53) - 1)]
 
 
+def authority(host: str, port: int | str) -> str:
+    """`HOST:PORT` as it stands in a URL: an IPv6 address in brackets (RFC 3986, section 3.2.2)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class _Ours(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     transfer_id: Annotated[str, msgspec.Meta(pattern=HEX_128)]
